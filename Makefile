@@ -1,0 +1,27 @@
+# Two commands do it all on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test lint clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml ci/install.sh
+	PYTHON=$(PYTHON) bash ci/install.sh $(VENV)
+	touch $@
+
+demo: install
+	$(BIN)/oscar demo
+
+test: install
+	$(BIN)/python -m pytest tests
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy oscar_vllm
+
+clean:
+	rm -rf $(VENV)

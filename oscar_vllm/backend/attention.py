@@ -1,0 +1,203 @@
+"""The OSCAR attention backend: what vLLM asks of a backend, and one layer's attention."""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from oscar_vllm.backend.metadata import OscarMetadata, OscarMetadataBuilder
+from oscar_vllm.backend.prefill import prefill_cpu
+from oscar_vllm.backend.recipes import load_recipe
+from oscar_vllm.backend.window_layer import LAYOUTS, SUFFIX, OscarWindowLayer
+from oscar_vllm.cache.layout import PAGE_TOKENS
+from oscar_vllm.cache.spec import history_spec
+from oscar_vllm.config import OscarConfig
+from oscar_vllm.kernels.decode import attend
+from oscar_vllm.kernels.views import CacheView, LayerRecipe
+from oscar_vllm.kernels.write import write
+
+
+class OscarBackend(AttentionBackend):
+    """2-bit paged KV cache with unquantized sink and recent windows."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "OSCAR"
+
+    @staticmethod
+    def get_impl_cls() -> type["OscarImpl"]:
+        return OscarImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[OscarMetadataBuilder]:
+        return OscarMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [PAGE_TOKENS]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [64, 128, 256]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        # vLLM takes any multiple; a page here is exactly what the kernels address.
+        return block_size is None or block_size == PAGE_TOKENS
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return LAYOUTS
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return history_spec(spec)
+
+
+class OscarImpl(AttentionImpl[OscarMetadata]):
+    """Attention of one layer over its history and window caches."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unknown: Any,
+    ) -> None:
+        unsupported = {
+            "alibi": alibi_slopes is not None,
+            "sliding-window": sliding_window is not None,
+            "logit soft-cap": bool(logits_soft_cap),
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "shared-KV": kv_sharing_target_layer_name is not None,
+            "attention-sink": sinks is not None,
+            "/".join(unknown): any(option is not None for option in unknown.values()),
+        }
+        for feature, used in unsupported.items():
+            if used:
+                raise ValueError(f"OSCAR does not serve {feature} layers; use another attention backend for this model")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.vllm_config = get_current_vllm_config()
+        self.config = OscarConfig.from_additional_config(self.vllm_config.additional_config)
+        self.layers = self.vllm_config.compilation_config.static_forward_context
+        self.window_name = ""
+        self.recipe: LayerRecipe | None = None
+        self.observer: Any = None
+        """Calibration statistics to feed with this layer's queries, keys, values and outputs."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Find this layer's place, load its share of the recipe and set its window layer beside it."""
+        name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
+        self.window_name = name + SUFFIX
+        if self.window_name not in self.layers:  # called again on a weight reload
+            self.layers[self.window_name] = OscarWindowLayer(self.layers[name], self.config, act_dtype)
+        recipe = load_recipe(self.vllm_config)
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        # With more ranks than KV heads vLLM gives neighbouring ranks copies of one head.
+        first = rank * recipe.geometry.kv_heads // ranks
+        heads = slice(first, first + self.num_kv_heads)
+        self.recipe = recipe.layer(extract_layer_index(name), self.vllm_config.device_config.device, heads)
+
+    def _view(self, history: torch.Tensor, metadata: OscarMetadata, first: int, last: int) -> CacheView:
+        """The caches as requests ``first .. last - 1`` of the batch see them."""
+        all_metadata = get_forward_context().attn_metadata
+        if isinstance(all_metadata, list):
+            all_metadata = all_metadata[0]
+        return CacheView(
+            history=history.view(torch.uint8),
+            window=self.layers[self.window_name].kv_cache,
+            block_table=metadata.block_table[first:last],
+            window_table=all_metadata[self.window_name].block_table[first:last],
+            seq_lens=metadata.seq_lens[first:last],
+            query_start=metadata.query_start[first : last + 1],
+            sink=self.config.sink,
+            recent=self.config.recent,
+        )
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write this step's tokens (key, value [T, H, D], T possibly padded) into both caches."""
+        if kv_cache.numel() == 0:
+            return
+        assert self.recipe is not None
+        window_slots = get_forward_context().slot_mapping[self.window_name]
+        tokens = min(slot_mapping.shape[0], key.shape[0])
+        write(
+            key[:tokens],
+            value[:tokens],
+            kv_cache.view(torch.uint8),
+            self.layers[self.window_name].kv_cache,
+            slot_mapping[:tokens],
+            window_slots[:tokens],
+            self.recipe,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: OscarMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of this step's queries [T, Hq, D] into output [T, Hq, D]."""
+        if attn_metadata is None:  # profiling
+            return output.fill_(0)
+        assert self.recipe is not None
+        metadata = attn_metadata
+        decodes, decode_tokens = metadata.num_decodes, metadata.num_decode_tokens
+        if decodes:
+            attend(
+                query[:decode_tokens],
+                self._view(kv_cache, metadata, 0, decodes),
+                self.recipe,
+                self.scale,
+                max_query_len=metadata.max_decode_query_len,
+                out=output[:decode_tokens],
+            )
+        starts = metadata.query_start_cpu.tolist()
+        for request in range(decodes, decodes + metadata.num_prefills):
+            rows = slice(starts[request], starts[request + 1])
+            if rows.start == rows.stop:
+                continue
+            length = int(metadata.seq_lens[request])
+            prefill_cpu(
+                query[rows],
+                key[rows],
+                value[rows],
+                self._view(kv_cache, metadata, request, request + 1),
+                length - (rows.stop - rows.start),
+                self.recipe,
+                self.scale,
+                output[rows],
+            )
+        if self.observer is not None:
+            tokens = starts[-1]
+            self.observer.update(query[:tokens], key[:tokens], value[:tokens], output[:tokens])
+        return output

@@ -1,0 +1,68 @@
+"""Per-step attention metadata, for the history and the window group alike."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS
+
+
+@dataclass
+class OscarMetadata(AttentionMetadata):
+    """One step's batch: decodes first, then prefills."""
+
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    max_decode_query_len: int
+    """Most query tokens of a decode request."""
+    query_start: torch.Tensor
+    """[requests + 1] int32 on the device."""
+    query_start_cpu: torch.Tensor
+    """[requests + 1] int32; exact for prefills."""
+    seq_lens: torch.Tensor
+    """[requests] int32 on the device, tokens after this step."""
+    block_table: torch.Tensor
+    """[requests, *] int32 of the builder's own group."""
+    slot_mapping: torch.Tensor
+    """[tokens] int64 of the builder's own group."""
+
+
+class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
+    """Splits a batch into decodes (up to MAX_QUERY_TOKENS under speculation) and prefills, without touching a device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        assert self.reorder_batch_threshold is not None
+        self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_QUERY_TOKENS)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> OscarMetadata:
+        common = common_attn_metadata
+        assert self.reorder_batch_threshold is not None
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold
+        )
+        return OscarMetadata(
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            num_prefills=num_prefills,
+            max_decode_query_len=min(common.max_query_len, self.reorder_batch_threshold),
+            query_start=common.query_start_loc,
+            query_start_cpu=common.query_start_loc_cpu,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+        )
