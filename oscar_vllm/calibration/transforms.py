@@ -1,0 +1,152 @@
+"""Transforms of keys and values from their covariances: OSCAR's rotation and the geometric-mean transform.
+
+Sources: OSCAR (arXiv 2605.17757) for ``rotation``; the geometric mean of positive matrices in R. Bhatia, *Positive
+Definite Matrices* (2007), chapter 4, for ``geometric_mean_transform``.
+"""
+
+import torch
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """[size, size] float64: the normalized Sylvester-Hadamard matrix (symmetric, orthogonal).
+
+    Raises:
+        ValueError: ``size`` is not a power of two.
+    """
+    _check_power_of_two(size)
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    matrix = torch.full((1, 1), size**-0.5, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.kron(step, matrix)
+    return matrix
+
+
+def bit_reversal(size: int) -> torch.Tensor:
+    """[size] int64: each index with its log2(size) bits in reverse order. Its own inverse.
+
+    Raises:
+        ValueError: ``size`` is not a power of two.
+    """
+    _check_power_of_two(size)
+    order = torch.zeros(1, dtype=torch.int64)
+    while order.numel() < size:
+        order = torch.cat([2 * order, 2 * order + 1])
+    return order
+
+
+def rotation(covariance: torch.Tensor) -> torch.Tensor:
+    """OSCAR's rotation R = U H P of each covariance; rows are rotated as ``x @ R``.
+
+    U holds the eigenvectors by falling eigenvalue, H is the normalized Sylvester-Hadamard matrix, and P puts column i
+    of U H at the bit-reversed index of i. Every channel of the rotated rows then has the same energy, the mean
+    eigenvalue. A covariance without full rank (or of all zeros) still gives a rotation: the eigenvectors of a repeated
+    eigenvalue are any orthonormal basis of its space.
+
+    Args:
+        covariance: [..., D, D], symmetric up to rounding, D a power of two; computed in float64.
+
+    Returns:
+        [..., D, D] float32, orthogonal within 1e-6.
+
+    Raises:
+        ValueError: an entry that is not finite, or D is not a power of two.
+    """
+    vectors, _ = _eigen(covariance)
+    size = covariance.shape[-1]
+    matrix = (vectors @ hadamard(size).to(vectors.device))[..., bit_reversal(size).to(vectors.device)]
+    # One Newton step towards the nearest orthogonal matrix removes what rounding eigh left; the cast then rounds once.
+    matrix = 1.5 * matrix - 0.5 * matrix @ (matrix.mT @ matrix)
+    return matrix.float()
+
+
+def geometric_mean_transform(
+    stored_covariance: torch.Tensor,
+    weight: torch.Tensor,
+    ridge: float = 1e-2,
+    max_condition: float = 32.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transform that minimizes the expected error of rows quantized with one step a row.
+
+    Rows x with covariance C are stored as ``x @ stored``, and the error of a restored row counts as e W eᵀ. The step
+    follows the spread of the stored row, so the expected error is proportional to tr(T⁻ᵀ W T⁻¹) · tr(T C Tᵀ) with
+    stored = Tᵀ H. It is least where TᵀT = M with M C M = W, that is M = C⁻¹ # W, the geometric mean. In the space of
+    T the two covariances are then the same matrix; T is chosen so that it is diagonal, and H spreads it evenly.
+    For keys C is the centered key covariance and W that of the queries, and a query is read as ``q @ read``
+    (``key = stored, query = read``). For values C is the centered value covariance and W the output weights' Gram
+    matrix (or I), and an output is mapped back by ``readᵀ`` (``value = stored, output = read^T``).
+
+    Args:
+        stored_covariance: [..., D, D] C, computed in float64, D a power of two.
+        weight: [..., D, D] W, computed in float64; its scale does not matter.
+        ridge: added to both, in units of their mean eigenvalue. It alone bounds the condition number of the result by
+            sqrt((D + ridge) / ridge).
+        max_condition: further bound, by raising the smallest eigenvalues of M: BF16 windows and queries live in the
+            same space, and lose bits to a bad condition.
+
+    Returns:
+        (stored, read), [..., D, D] float32 each, with ``stored @ read^T = I`` within 1e-5. Stored rows keep the mean
+        energy of x.
+
+    Raises:
+        ValueError: an entry that is not finite, D is not a power of two, or ridge is not positive.
+    """
+    if not (ridge > 0 and max_condition >= 1):
+        raise ValueError(f"ridge must be positive and max_condition at least 1, not {ridge} and {max_condition}.")
+    covariance, weight = _regularize(stored_covariance, ridge), _regularize(weight, ridge)
+    mean = _inverse_geometric_mean(covariance, weight)
+    vectors, values = _eigen(mean)
+    values = values.clamp_min(values[..., :1] / max_condition**2)
+    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
+    axes, energy = _eigen(root @ covariance @ root)
+    # In the space of T the covariance is diag(energy): keep its trace, so that stored numbers are as large as x's.
+    scale = (_trace(covariance) / energy.sum(-1)).sqrt()[..., None, None]
+    mix = hadamard(covariance.shape[-1]).to(root.device)
+    stored = (scale * root @ axes @ mix).float()
+    # Inverted after the cast, so that the rounding of the one is undone by the other.
+    read = torch.linalg.inv(stored.double()).mT
+    return stored, read.float()
+
+
+def _inverse_geometric_mean(covariance: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """M = C⁻¹ # W = C^-1/2 (C^1/2 W C^1/2)^1/2 C^-1/2, the positive solution of M C M = W."""
+    vectors, values = _eigen(covariance)
+    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
+    inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mT
+    vectors, values = _eigen(root @ weight @ root)
+    middle = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
+    return inverse_root @ middle @ inverse_root
+
+
+def _regularize(matrix: torch.Tensor, ridge: float) -> torch.Tensor:
+    """C / mean eigenvalue + ridge I in float64, so that scales do not matter; a matrix of zeros becomes I."""
+    _check_finite(matrix)
+    matrix = matrix.double()
+    size = matrix.shape[-1]
+    eye = torch.eye(size, dtype=torch.float64, device=matrix.device)
+    mean = (_trace(matrix) / size)[..., None, None]
+    return torch.where(mean > 0, matrix / torch.where(mean > 0, mean, 1.0), eye) + ridge * eye
+
+
+def _eigen(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvectors (columns) and eigenvalues by falling eigenvalue, in float64."""
+    _check_finite(matrix)
+    matrix = matrix.double()
+    values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+    values, vectors = values.flip(-1), vectors.flip(-1)
+    # The sign of an eigenvector is an accident of the library: fix it, so that a recipe can be made again.
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return vectors * torch.where(largest < 0, -1.0, 1.0), values
+
+
+def _trace(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _check_finite(matrix: torch.Tensor) -> None:
+    if not torch.isfinite(matrix).all():
+        raise ValueError("A covariance holds a number that is not finite; look for NaN in the model's activations.")
+
+
+def _check_power_of_two(size: int) -> None:
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"{size} is not a power of two, which a Hadamard rotation needs.")
