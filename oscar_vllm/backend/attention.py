@@ -115,7 +115,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         recipe = load_recipe(self.vllm_config)
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         # With more ranks than KV heads vLLM gives neighbouring ranks copies of one head.
-        first = rank * recipe.geometry.kv_heads // ranks
+        first = rank * recipe.geometry.num_kv_heads // ranks
         heads = slice(first, first + self.num_kv_heads)
         self.recipe = recipe.layer(extract_layer_index(name), self.vllm_config.device_config.device, heads)
 

@@ -18,7 +18,9 @@ def _wrap_backend_choice(platform: type) -> None:
     ) -> str:
         if getattr(selected_backend, "name", None) == BACKEND:
             if attn_selector_config.use_mla or attn_selector_config.use_sparse:
-                raise ValueError("OSCAR does not serve MLA or sparse attention: start without --attention-backend OSCAR")
+                raise ValueError(
+                    "OSCAR does not serve MLA or sparse attention: start without --attention-backend OSCAR"
+                )
             return BACKEND_PATH
         return str(original(cls, selected_backend, attn_selector_config, num_heads))
 

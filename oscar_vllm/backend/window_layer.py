@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from oscar_vllm.backend.metadata import OscarMetadataBuilder
 from oscar_vllm.cache.layout import WINDOW_TOKENS
-from oscar_vllm.cache.spec import OscarWindowSpec, window_spec
+from oscar_vllm.cache.window import OscarWindowSpec, window_spec
 from oscar_vllm.config import OscarConfig
 
 SUFFIX = ".oscar_window"
