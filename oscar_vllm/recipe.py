@@ -115,7 +115,9 @@ class OscarRecipe:
         """
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        data = save({name: t.contiguous() for name, t in self.tensors().items()}, self.metadata.to_strings())
+        # Cloned, as safetensors refuses tensors that share memory (those of hadamard do).
+        tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in self.tensors().items()}
+        data = save(tensors, self.metadata.to_strings())
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as stream:
@@ -167,7 +169,7 @@ class OscarRecipe:
         if D & (D - 1):
             raise RecipeError(f"A head size of {D} is not a power of two, which the Hadamard rotation needs.")
         rotation = hadamard(D).float().expand(L, H, D, D).contiguous()  # symmetric: its own inverse and transpose
-        mean, one = torch.zeros(L, H, D), torch.ones(L, H)
+        mean, one = torch.zeros(L, H, D, dtype=torch.float32), torch.ones(L, H, dtype=torch.float32)
         metadata = RecipeMetadata(
             model=model,
             geometry=geometry,

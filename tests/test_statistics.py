@@ -1,0 +1,198 @@
+"""What calibration sums up, against attention computed in full."""
+
+import pytest
+import torch
+
+from oscar_vllm.calibration.build import build_recipe
+from oscar_vllm.calibration.statistics import LayerStatistics
+from oscar_vllm.calibration.transforms import geometric_mean_transform, rotation
+from oscar_vllm.geometry import ModelGeometry
+from oscar_vllm.recipe import RecipeError
+
+T, H, G, D = 37, 2, 3, 16
+GEOMETRY = ModelGeometry(
+    model_type="llama",
+    num_layers=2,
+    num_heads=H * G,
+    num_kv_heads=H,
+    head_size=D,
+    hidden_size=H * G * D,
+    rope_type="default",
+    rope_theta=10000.0,
+)
+
+
+def activations(seed: int = 0, tokens: int = T, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Query [T, H * G, D], key, value [T, H, D] with large means, as models with key biases have."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(tokens, heads, D, generator=generator, dtype=torch.float64) for heads in (H * G, H, H))
+    bias = torch.randn(2, H, D, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    return [x.to(dtype) for x in (q, k + 5 * bias[0], v + bias[1])]
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention in full: weights S [H * G, T, T] and output [T, H * G, D]."""
+    k, v = k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * D**-0.5
+    mask = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    S = scores.masked_fill(mask, -torch.inf).softmax(-1)
+    return S, torch.einsum("hqk,khd->qhd", S, v)
+
+
+def collect(*chunks: list[torch.Tensor]) -> LayerStatistics:
+    statistics = LayerStatistics(H, D)
+    for q, k, v in chunks:
+        statistics.update(q, k, v, attention(q, k, v)[1])
+    return statistics
+
+
+def of_head(x: torch.Tensor, head: int) -> torch.Tensor:
+    """Rows of the query heads of one KV head, [T * G, D]."""
+    return x[:, head * G : (head + 1) * G].reshape(-1, D)
+
+
+def test_logit_error_is_the_trace_with_the_query_covariance() -> None:
+    q, k, v = activations()
+    error = torch.randn(T, H, D, dtype=torch.float64)
+    covariance = collect([q, k, v]).query_covariance
+    for head in range(H):
+        Q, E = of_head(q, head), error[:, head]
+        expected = (Q @ k[:, head].mT - Q @ (k[:, head] + E).mT).square().sum() / (T * G)
+        torch.testing.assert_close((E @ covariance[head] @ E.mT).trace(), expected)
+
+
+def test_output_gram_is_the_score_weighted_value_covariance() -> None:
+    q, k, v = activations()
+    statistics = collect([q, k, v])
+    S, _ = attention(q, k, v)
+    for head in range(H):
+        weights = S[head * G : (head + 1) * G]
+        expected = sum(v[:, head].mT @ s.mT @ s @ v[:, head] for s in weights)
+        torch.testing.assert_close(statistics.output_gram[head], expected)
+
+
+def test_centering_the_output_covariance_is_centering_the_values() -> None:
+    q, k, v = activations()
+    statistics = collect([q, k, v])
+    S, _ = attention(q, k, v)
+    covariance = statistics.output_covariance(statistics.value_mean)
+    for head in range(H):
+        centered = v[:, head] - v[:, head].mean(0)
+        expected = sum(centered.mT @ s.mT @ s @ centered for s in S[head * G : (head + 1) * G]) / (T * G)
+        torch.testing.assert_close(covariance[head], expected)
+
+
+def test_means_and_covariances() -> None:
+    q, k, v = activations()
+    statistics = collect([q, k, v])
+    torch.testing.assert_close(statistics.key_mean, k.mean(0))
+    torch.testing.assert_close(statistics.value_mean, v.mean(0))
+    for head in range(H):
+        cov = torch.cov(k[:, head].mT, correction=0)
+        torch.testing.assert_close(statistics.key_covariance(statistics.key_mean)[head], cov)
+        torch.testing.assert_close(statistics.key_covariance()[head], k[:, head].mT @ k[:, head] / T)
+        cov = torch.cov(v[:, head].mT, correction=0)
+        torch.testing.assert_close(statistics.value_covariance(statistics.value_mean)[head], cov)
+
+
+def test_a_large_common_key_leaves_the_centered_covariance_exact() -> None:
+    q, k, v = activations(dtype=torch.float32)
+    k = k + 4096
+    statistics = collect([q, k, v])
+    expected = torch.cov(k[:, 0].double().mT, correction=0)
+    torch.testing.assert_close(statistics.key_covariance(statistics.key_mean)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_any_dtype_and_any_strides(dtype: torch.dtype) -> None:
+    q, k, v = activations(dtype=dtype)
+    fused = torch.cat([q, k, v], 1)  # what a fused projection hands over: views of one tensor
+    views = fused.split([H * G, H, H], 1)
+    statistics, expected = LayerStatistics(H, D), LayerStatistics(H, D)
+    statistics.update(*views, views[0])
+    expected.update(q.double(), k.double(), v.double(), q.double())
+    torch.testing.assert_close(statistics.state_dict(), expected.state_dict())
+    assert statistics.query_gram.dtype == torch.float64
+
+
+def test_chunks_merge_and_join_give_the_same_sums() -> None:
+    chunks = [activations(seed, tokens) for seed, tokens in enumerate((1, 700, 5))]
+    whole = collect(*chunks)
+    merged = collect(chunks[0])
+    merged.merge(collect(*chunks[1:]))
+    torch.testing.assert_close(merged.state_dict(), whole.state_dict())
+    parts = [LayerStatistics(1, D) for _ in range(H)]
+    for q, k, v in chunks:
+        o = attention(q, k, v)[1]
+        for head, part in enumerate(parts):
+            heads = slice(head * G, (head + 1) * G)
+            part.update(q[:, heads], k[:, head : head + 1], v[:, head : head + 1], o[:, heads])
+    joined = LayerStatistics.join_heads(parts)
+    torch.testing.assert_close(joined.state_dict(), whole.state_dict())
+    assert (joined.tokens, joined.rows) == (706, 706 * G)
+    parts[0].update(*(x[:1, :n] for x, n in zip((q, k, v, o), (G, 1, 1, G), strict=True)))
+    with pytest.raises(ValueError, match=r"^The parts of a layer's statistics saw different tokens;"):
+        LayerStatistics.join_heads(parts)
+
+
+def test_no_token_changes_nothing() -> None:
+    statistics = collect(activations())
+    before = {name: value.clone() for name, value in statistics.state_dict().items() if isinstance(value, torch.Tensor)}
+    statistics.update(*(torch.empty(0, heads, D) for heads in (H * G, H, H, H * G)))
+    assert statistics.tokens == T
+    assert all(torch.equal(statistics.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", ["rotation", "geometric mean"])
+def test_attention_is_invariant_under_transform_and_centering(kind: str) -> None:
+    q, k, v = activations()
+    statistics = collect([q, k, v])
+    if kind == "rotation":
+        key = query = rotation(statistics.query_covariance).double()
+        value = rotation(statistics.output_covariance(statistics.value_mean)).double()
+    else:
+        C = statistics.key_covariance(statistics.key_mean)
+        key = geometric_mean_transform(C, statistics.query_covariance)[0].double()
+        value = geometric_mean_transform(statistics.value_covariance(statistics.value_mean), torch.eye(D))[0].double()
+    query, output = torch.linalg.inv(key).mT, torch.linalg.inv(value)
+    stored_key = torch.einsum("thd,hde->the", k - statistics.key_mean, key)
+    stored_value = torch.einsum("thd,hde->the", v - statistics.value_mean, value)
+    read = torch.einsum("thd,hde->the", q, query.repeat_interleave(G, 0))
+    S, o = attention(q, k, v)
+    S_stored, o_stored = attention(read, stored_key, stored_value)
+    restored = torch.einsum("thd,hde->the", o_stored, output.repeat_interleave(G, 0))
+    restored += statistics.value_mean.repeat_interleave(G, 0)
+    torch.testing.assert_close(S_stored, S, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(restored, o, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("center", [True, False], ids=["centered", "uncentered"])
+def test_built_recipe(center: bool) -> None:
+    layers = [collect(activations(seed)) for seed in range(2)]
+    recipe = build_recipe(layers, GEOMETRY, model="m", text_hash="abc", center=center)
+    assert recipe.metadata.method == "oscar"
+    assert recipe.metadata.centered is center
+    assert (recipe.metadata.tokens, recipe.metadata.text_hash, recipe.metadata.rounds) == (T, "abc", 0)
+    one = recipe.layer(1)
+    torch.testing.assert_close(one.key, rotation(layers[1].query_covariance))
+    torch.testing.assert_close(one.query, one.key)
+    torch.testing.assert_close(one.output, one.value.mT)
+    mean = layers[1].value_mean if center else None
+    torch.testing.assert_close(one.value, rotation(layers[1].output_covariance(mean)))
+    torch.testing.assert_close(one.key_mean, layers[1].key_mean.float() * center)
+    torch.testing.assert_close(one.value_mean, layers[1].value_mean.float() * center)
+    assert one.key_clip.tolist() == pytest.approx([0.96] * H)
+    assert one.value_clip.tolist() == pytest.approx([0.92] * H)
+    assert one.key_gain.tolist() == one.value_gain.tolist() == [1.0] * H
+
+
+def test_statistics_that_cannot_make_a_recipe_are_refused() -> None:
+    good = collect(activations())
+    with pytest.raises(RecipeError, match=r"^Calibration saw 1 attention layers and the model has 2.$"):
+        build_recipe([good], GEOMETRY, model="m", text_hash="")
+    with pytest.raises(RecipeError, match=r"^Calibration saw no token in layer 1; give a longer text.$"):
+        build_recipe([good, LayerStatistics(H, D)], GEOMETRY, model="m", text_hash="")
+    bad = collect(activations())
+    bad.key_gram[0, 1, 1] = torch.nan
+    with pytest.raises(RecipeError, match=r"^Calibration met a number that is not finite in layer 0;"):
+        build_recipe([bad, good], GEOMETRY, model="m", text_hash="")
