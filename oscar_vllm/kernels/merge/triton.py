@@ -1,0 +1,172 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Merge the decode kernel's partial results by log-sum-exp and map the output back to the model's own space."""
+
+import torch
+import triton
+import triton.language as tl
+
+from oscar_vllm.kernels.decode.partials import Partials
+from oscar_vllm.kernels.decode.plan import batch_costs, chunk_size, item_costs
+from oscar_vllm.kernels.views import CacheView, LayerRecipe
+
+
+@triton.jit(do_not_specialize=["requests", "programs"])
+def _merge_kernel(
+    partial,
+    partial_lse,
+    matrix,
+    mean,
+    seq_lens,
+    query_start,
+    out,
+    lse,
+    requests,
+    programs,
+    sink,
+    recent,
+    matrix_stride_head,
+    matrix_stride_row,
+    mean_stride_head,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    D: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_COST: tl.constexpr,
+    BLOCK_COST: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """M rows (request, query column) of one KV head, CHANNELS output channels; SPLITS partials of each at a time."""
+    LANES: tl.constexpr = HEADS * COLUMN_BLOCKS
+    head = tl.program_id(1)
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    request = row // (GROUP * QUERY_LEN)
+    column = row % (GROUP * QUERY_LEN)
+    inside = request < requests
+    first_token = tl.load(query_start + request, mask=inside, other=0)
+    new = tl.load(query_start + request + 1, mask=inside, other=0) - first_token
+    length = tl.load(seq_lens + request, mask=inside, other=0)
+    live = inside & (length > 0) & (column // GROUP < new)
+
+    # Where the decode kernel put the partials of each row: see its plan.
+    costs = batch_costs(
+        seq_lens, query_start, requests, sink, recent, REQUESTS, TILE, TILE_COST, BLOCK_COST, ITEM_COST
+    )
+    chunk = chunk_size(tl.sum(costs, 0) * LANES, programs, MIN_CHUNK)
+    earlier = tl.arange(0, REQUESTS)[None, :] < request[:, None]
+    start = tl.sum(tl.where(earlier, costs[None, :], 0), 1) * LANES
+    history_cost, window_cost = item_costs(length, new, sink, recent, TILE, TILE_COST, BLOCK_COST, ITEM_COST)
+    lane = head * COLUMN_BLOCKS + column // COLUMNS
+    item = 2 * (request * LANES + lane)
+    start += lane * (history_cost + window_cost)
+    chunk = tl.maximum(chunk, 1)
+    first = start // chunk
+    last = (start + tl.maximum(history_cost - 1, 0)) // chunk
+    histories = last - first + 1
+    window_first = (start + history_cost) // chunk
+    window_last = (start + history_cost + window_cost - 1) // chunk
+    has_window = window_cost > 0
+    count = tl.where(has_window, window_last - first + 2, histories)
+    gap = tl.where(has_window & (window_first > last), histories, -1)  # a slot between the two that nobody owns
+    first += item
+
+    m = tl.full([M], -1e30, tl.float32)
+    l = tl.zeros([M], tl.float32)
+    o = tl.zeros([M, D], tl.float32)
+    d = tl.arange(0, D)
+    for at in tl.range(0, tl.max(tl.where(live, count, 0), 0), SPLITS, num_stages=1):
+        s = at + tl.arange(0, SPLITS)[:, None]
+        there = live[None, :] & (s < count[None, :]) & (s != gap[None, :])
+        place = (first[None, :] + s).to(tl.int64) * COLUMNS + (column % COLUMNS)[None, :]
+        e = tl.load(partial_lse + place, mask=there, other=float("-inf"))
+        there &= e != float("-inf")
+        x = tl.load(partial + place[:, :, None] * D + d[None, None, :], mask=there[:, :, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(e, 0))
+        alpha = tl.exp2(m - m_new)
+        weight = tl.exp2(e - m_new[None, :])
+        l = l * alpha + tl.sum(weight, 0)
+        o = o * alpha[:, None] + tl.sum(x * weight[:, :, None], 0)
+        m = m_new
+    o = o / tl.where(l == 0.0, 1.0, l)[:, None]
+
+    c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = (d % (D // 8)) * 8 + d // (D // 8)  # partials are field-major
+    b = tl.load(matrix + head * matrix_stride_head + channel[:, None] * matrix_stride_row + c[None, :])
+    y = tl.dot(o, b, input_precision="tf32x3") + tl.load(mean + head * mean_stride_head + c)[None, :]
+    token = (first_token + column // GROUP).to(tl.int64)
+    query_head = head * GROUP + column % GROUP
+    place = token * out_stride_token + query_head * out_stride_head
+    tl.store(out + place[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=live[:, None])
+    if HAS_LSE:
+        if tl.program_id(2) == 0:
+            tl.store(lse + token * lse_stride_token + query_head, (m + tl.log2(l)) * 0.6931471805599453, mask=live)
+
+
+def merge_triton(
+    partials: Partials, view: CacheView, recipe: LayerRecipe, out: torch.Tensor, lse: torch.Tensor | None = None
+) -> None:
+    """Combine a decode's partials, leave transformed space: ``o @ output[h] + value_mean[h]``.
+
+    Args:
+        partials: what :func:`decode_triton` returned for this batch.
+        view: the same view.
+        recipe: the layer's transforms.
+        out: [T, Hq, D] any float dtype, last dimension contiguous; rows of no request are left alone.
+        lse: [T, Hq] float32 natural log-sum-exp of the scores, last dimension contiguous, or None.
+    """
+    plan = partials.plan
+    heads = recipe.output.shape[0]
+    dim = out.shape[2]
+    requests = view.seq_lens.shape[0]
+    rows = requests * plan.group * plan.max_query_len
+    block = 8 if rows <= 8 else 16
+    channels = 32
+    grid = (triton.cdiv(rows, block), heads, dim // channels)
+    _merge_kernel[grid](
+        partials.output,
+        partials.lse,
+        recipe.output,
+        recipe.value_mean,
+        view.seq_lens,
+        view.query_start,
+        out,
+        lse,
+        requests,
+        plan.programs,
+        view.sink,
+        view.recent,
+        recipe.output.stride(0),
+        recipe.output.stride(1),
+        recipe.value_mean.stride(0),
+        out.stride(0),
+        out.stride(1),
+        0 if lse is None else lse.stride(0),
+        HEADS=heads,
+        GROUP=plan.group,
+        QUERY_LEN=plan.max_query_len,
+        COLUMNS=plan.columns,
+        COLUMN_BLOCKS=plan.column_blocks,
+        D=dim,
+        REQUESTS=plan.requests_pad,
+        TILE=plan.tile,
+        TILE_COST=plan.tile_cost,
+        BLOCK_COST=plan.block_cost,
+        ITEM_COST=plan.item_cost,
+        MIN_CHUNK=plan.min_chunk,
+        M=block,
+        SPLITS=8,
+        CHANNELS=channels,
+        HAS_LSE=lse is not None,
+        num_warps=8,
+    )
