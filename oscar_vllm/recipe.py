@@ -141,7 +141,7 @@ class OscarRecipe:
         source = Path(path)
         try:
             check_header_size(source)
-            with safe_open(source, framework="pt") as stream:
+            with safe_open(source, framework="pt", device="cpu") as stream:
                 metadata = RecipeMetadata.from_strings(stream.metadata() or {})
                 check_file_tensors(stream, metadata.geometry)
                 # Copied, as the tensors of an open file are views of it, and the file may be overwritten in place.
@@ -168,8 +168,9 @@ class OscarRecipe:
         L, H, D = geometry.num_layers, geometry.num_kv_heads, geometry.head_size
         if D & (D - 1):
             raise RecipeError(f"A head size of {D} is not a power of two, which the Hadamard rotation needs.")
-        rotation = hadamard(D).float().expand(L, H, D, D).contiguous()  # symmetric: its own inverse and transpose
-        mean, one = torch.zeros(L, H, D, dtype=torch.float32), torch.ones(L, H, dtype=torch.float32)
+        with torch.device("cpu"):  # engines load models under a default device (and dtype) of their own
+            rotation = hadamard(D).float().expand(L, H, D, D).contiguous()  # symmetric: its own inverse and transpose
+            mean, one = torch.zeros(L, H, D, dtype=torch.float32), torch.ones(L, H, dtype=torch.float32)
         metadata = RecipeMetadata(
             model=model,
             geometry=geometry,

@@ -160,7 +160,7 @@ def check_values(tensors: Mapping[str, torch.Tensor], centered: bool) -> None:
 
 def _fit_errors(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yields (left, right, [L, H] largest entry of left @ right - I)."""
-    eye = torch.eye(tensors["key"].shape[-1])
+    eye = torch.eye(tensors["key"].shape[-1], dtype=torch.float32, device=tensors["key"].device)
     for left, right, transposed in (("key", "query", True), ("value", "output", False)):
         layers = zip(tensors[left], tensors[right], strict=True)  # one layer at a time: bounded memory
         errors = [(a @ (b.mT if transposed else b) - eye).abs().amax((-1, -2)) for a, b in layers]

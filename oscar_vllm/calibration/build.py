@@ -68,10 +68,10 @@ def build_recipe(
         output=value.mT.contiguous(),
         key_mean=means[0],
         value_mean=means[1],
-        key_clip=torch.full(shape, key_clip),
-        value_clip=torch.full(shape, value_clip),
-        key_gain=torch.ones(shape),
-        value_gain=torch.ones(shape),
+        key_clip=torch.full(shape, key_clip, dtype=torch.float32),
+        value_clip=torch.full(shape, value_clip, dtype=torch.float32),
+        key_gain=torch.ones(shape, dtype=torch.float32),
+        value_gain=torch.ones(shape, dtype=torch.float32),
         metadata=metadata,
     )
 
