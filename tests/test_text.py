@@ -15,7 +15,7 @@ def test_text_is_long_and_varied(make: Callable[[], str]) -> None:
     text = make()
     assert 200_000 < len(text) < 1_000_000  # at least 32K tokens at 6 characters a token
     start = text[:20_000]  # a few thousand tokens already hold prose and code
-    assert start.count("def ") > 5
+    assert start.count("def ") >= 3
     assert start.count(". ") + start.count(".\n") > 50
 
 
