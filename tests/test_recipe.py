@@ -64,7 +64,7 @@ def golden_recipe() -> OscarRecipe:
     )
 
 
-def write(path: Path, changes: dict[str, torch.Tensor | None] | None = None, **header: str | None) -> Path:
+def write(path: Path, changes: dict[str, torch.Tensor | None] | None = None, /, **header: str | None) -> Path:
     """The golden recipe with tensors or metadata replaced (None: left out), written past every check."""
     recipe = golden_recipe()
     tensors = {name: tensor.clone() for name, tensor in recipe.tensors().items()} | (changes or {})
@@ -95,10 +95,10 @@ def assert_same(one: OscarRecipe, other: OscarRecipe) -> None:
 def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     R = rotation(torch.randn(4, L, H, D, D, generator=generator, dtype=torch.float64))
-    recipe = OscarRecipe(
-        R[0], R[0], R[1], R[1].mT, R[2, :, :, 0], R[3, :, :, 0], *torch.rand(4, L, H, generator=generator) * 0.5 + 0.5,
-        metadata=metadata(rounds=0, method="anything"),
-    )  # fmt: skip
+    matrices, means = [R[0], R[0], R[1], R[1].mT], [R[2, :, :, 0], R[3, :, :, 0]]
+    factors = torch.rand(4, L, H, generator=generator) * 0.5 + 0.5
+    tensors = dict(zip(TENSORS, [*matrices, *means, *factors], strict=True))
+    recipe = OscarRecipe(**tensors, metadata=metadata(rounds=0, method="anything"))
     recipe.save(tmp_path / "new folder" / "r.safetensors")
     assert_same(OscarRecipe.load(tmp_path / "new folder" / "r.safetensors"), recipe)
 

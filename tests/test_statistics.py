@@ -107,7 +107,7 @@ def test_a_large_common_key_leaves_the_centered_covariance_exact() -> None:
 def test_any_dtype_and_any_strides(dtype: torch.dtype) -> None:
     q, k, v = activations(dtype=dtype)
     fused = torch.cat([q, k, v], 1)  # what a fused projection hands over: views of one tensor
-    views = fused.split([H * G, H, H], 1)
+    views = fused[:, : H * G], fused[:, H * G : H * G + H], fused[:, H * G + H :]
     statistics, expected = LayerStatistics(H, D), LayerStatistics(H, D)
     statistics.update(*views, views[0])
     expected.update(q.double(), k.double(), v.double(), q.double())
@@ -130,7 +130,7 @@ def test_chunks_merge_and_join_give_the_same_sums() -> None:
     joined = LayerStatistics.join_heads(parts)
     torch.testing.assert_close(joined.state_dict(), whole.state_dict())
     assert (joined.tokens, joined.rows) == (706, 706 * G)
-    parts[0].update(*(x[:1, :n] for x, n in zip((q, k, v, o), (G, 1, 1, G), strict=True)))
+    parts[0].update(q[:1, :G], k[:1, :1], v[:1, :1], o[:1, :G])
     with pytest.raises(ValueError, match=r"^The parts of a layer's statistics saw different tokens;"):
         LayerStatistics.join_heads(parts)
 

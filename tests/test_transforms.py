@@ -14,7 +14,8 @@ def spd(*shape: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     D = shape[-1]
     basis = torch.linalg.qr(torch.randn(*shape, D, generator=generator, dtype=torch.float64))[0]
     values = 10 ** (spread * torch.rand(*shape, generator=generator, dtype=torch.float64))
-    return (basis * values.unsqueeze(-2)) @ basis.mT
+    covariance: torch.Tensor = (basis * values.unsqueeze(-2)) @ basis.mT
+    return covariance
 
 
 def orthogonality_error(matrix: torch.Tensor) -> float:
