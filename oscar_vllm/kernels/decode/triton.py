@@ -13,6 +13,7 @@ from oscar_vllm.kernels.decode.partials import Partials, SplitPlan
 from oscar_vllm.kernels.decode.plan import batch_costs, chunk_size, history_tiles, item_costs, owned, window_blocks
 from oscar_vllm.kernels.decode.window import window_item
 from oscar_vllm.kernels.merge.triton import merge_triton
+from oscar_vllm.kernels.transform.triton import transform_queries_triton
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 COST_BYTES = 512
@@ -260,13 +261,6 @@ def decode_triton(
     return Partials(output, lse, plan)
 
 
-def _transform(query: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """[T, Hq, D] queries times their KV head's [D, D] matrix -> float32."""
-    heads = matrix.shape[0]
-    grouped = query.float().unflatten(1, (heads, -1))
-    return torch.einsum("thgd,hde->thge", grouped, matrix).flatten(1, 2).contiguous()
-
-
 def attend_triton(
     query: torch.Tensor,
     view: CacheView,
@@ -281,5 +275,8 @@ def attend_triton(
 
     No host synchronization and fixed grids: a captured CUDA graph serves every length up to the block table's width.
     """
-    partials = decode_triton(_transform(query, recipe.query), view, scale, max_query_len=max_query_len)
+    # Kept in float32: transformed queries are not representable in the model's dtype without loss.
+    transformed = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    transform_queries_triton(query, recipe.query, transformed)
+    partials = decode_triton(transformed, view, scale, max_query_len=max_query_len)
     merge_triton(partials, view, recipe, out, lse)

@@ -47,7 +47,7 @@ def _merge_kernel(
     CHANNELS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """M rows (request, query column) of one KV head, CHANNELS output channels; SPLITS partials of each at a time."""
+    """M rows (request, query column) of one KV head, CHANNELS output channels; SPLITS partials of each in flight."""
     LANES: tl.constexpr = HEADS * COLUMN_BLOCKS
     head = tl.program_id(1)
     row = tl.program_id(0) * M + tl.arange(0, M)
@@ -81,22 +81,30 @@ def _merge_kernel(
     gap = tl.where(has_window & (window_first > last), histories, -1)  # a slot between the two that nobody owns
     first += item
 
+    # Every thread keeps its own channels of a row and walks all splits of it: nothing crosses threads.
     m = tl.full([M], -1e30, tl.float32)
     l = tl.zeros([M], tl.float32)
     o = tl.zeros([M, D], tl.float32)
     d = tl.arange(0, D)
+    place = first.to(tl.int64) * COLUMNS + column % COLUMNS
     for at in tl.range(0, tl.max(tl.where(live, count, 0), 0), SPLITS, num_stages=1):
-        s = at + tl.arange(0, SPLITS)[:, None]
-        there = live[None, :] & (s < count[None, :]) & (s != gap[None, :])
-        place = (first[None, :] + s).to(tl.int64) * COLUMNS + (column % COLUMNS)[None, :]
-        e = tl.load(partial_lse + place, mask=there, other=float("-inf"))
-        there &= e != float("-inf")
-        x = tl.load(partial + place[:, :, None] * D + d[None, None, :], mask=there[:, :, None], other=0.0)
-        m_new = tl.maximum(m, tl.max(e, 0))
+        m_new = m
+        for u in tl.static_range(SPLITS):
+            there = live & (at + u < count) & (at + u != gap)
+            e = tl.load(partial_lse + place + (at + u) * COLUMNS, mask=there, other=float("-inf"))
+            m_new = tl.maximum(m_new, e)
         alpha = tl.exp2(m - m_new)
-        weight = tl.exp2(e - m_new[None, :])
-        l = l * alpha + tl.sum(weight, 0)
-        o = o * alpha[:, None] + tl.sum(x * weight[:, :, None], 0)
+        l = l * alpha
+        o = o * alpha[:, None]
+        for u in tl.static_range(SPLITS):
+            there = live & (at + u < count) & (at + u != gap)
+            slot = place + (at + u) * COLUMNS
+            e = tl.load(partial_lse + slot, mask=there, other=float("-inf"))
+            x = tl.load(partial + slot[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
+            x = tl.where((e == float("-inf"))[:, None], 0.0, x)  # an empty part's output is not written
+            weight = tl.exp2(e - m_new)
+            l += weight
+            o += x * weight[:, None]
         m = m_new
     o = o / tl.where(l == 0.0, 1.0, l)[:, None]
 
@@ -165,7 +173,7 @@ def merge_triton(
         ITEM_COST=plan.item_cost,
         MIN_CHUNK=plan.min_chunk,
         M=block,
-        SPLITS=8,
+        SPLITS=8 if block * dim > 1024 else 16,
         CHANNELS=channels,
         HAS_LSE=lse is not None,
         num_warps=8,
