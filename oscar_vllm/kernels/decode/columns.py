@@ -6,18 +6,6 @@ import triton.language as tl
 
 
 @triton.jit
-def column_offsets(
-    column, first_column, new, first_token, head, stride_token, stride_head, GROUP: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """(element offset of each column's query row, whether the column exists)."""
-    c = first_column + column
-    token = c // GROUP
-    exists = (column < COLUMNS) & (token < new)
-    row = (first_token + token).to(tl.int64) * stride_token
-    return row + (head * GROUP + c % GROUP).to(tl.int64) * stride_head, exists
-
-
-@triton.jit
 def column_limits(column, first_column, length, new, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
     """Each column sees the positions below its limit: token ``i`` of ``n`` sees ``length - n + i + 1``."""
     token = (first_column + column) // GROUP

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS
-from oscar_vllm.kernels.decode.columns import column_limits, column_offsets
+from oscar_vllm.kernels.decode.columns import column_limits
 from oscar_vllm.kernels.decode.plan import in_window
 from oscar_vllm.kernels.decode.unpack import key_field, meta_minimum, meta_scale, value_field
 
@@ -25,44 +25,37 @@ _BLOCK = tl.constexpr(WINDOW_TOKENS)
 
 
 @triton.jit
-def _query_operand(
-    query,
-    field_scale,
-    first_column,
-    new,
-    first_token,
-    head,
-    stride_token,
-    stride_head,
-    FIELD: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    RATIO: tl.constexpr,
-):
+def _query_operand(codes, FIELD: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr):  # fmt: skip # noqa: E501
     """int8 operand [bytes of a row, RATIO * N * 2] of one code field; columns ordered (token of the row, column, half)."""
     BYTES: tl.constexpr = D // 4
     x = tl.arange(0, RATIO * N * 2)
     k = tl.arange(0, BYTES * RATIO)
-    offset, exists = column_offsets(
-        (x // 2) % N, first_column, new, first_token, head, stride_token, stride_head, GROUP, COLUMNS
-    )
-    channel = (k % BYTES) * 4 + FIELD
-    mine = (x // (2 * N))[None, :] == (k // BYTES)[:, None]
-    q = tl.load(query + offset[None, :] + channel[:, None], mask=exists[None, :] & mine, other=0.0).to(tl.float32)
-    FACTOR: tl.constexpr = 1.0 if FIELD % 2 == 0 else 0.25
-    i = tl.floor(q * (field_scale * FACTOR)[None, :] + 0.5).to(tl.int32)
-    high = (i + 128) >> 8
-    return tl.where((x % 2)[None, :] == 0, high, i - (high << 8)).to(tl.int8)
+    there = ((x % (2 * N)) < 2 * COLUMNS)[None, :] & ((x // (2 * N))[None, :] == (k // BYTES)[:, None])
+    place = (FIELD * 2 * N + x % (2 * N))[None, :] * BYTES + (k % BYTES)[:, None]
+    return tl.load(codes + place, mask=there, other=0)
+
+
+@triton.jit
+def _from_history(pos, PARITY: tl.constexpr, RATIO: tl.constexpr, window_table, window_width, length, sink, recent_start):  # fmt: skip # noqa: E501
+    """Whether the tokens ``pos + PARITY`` of a tile's rows exist and are not read from the window."""
+    at = pos // _BLOCK  # the tokens of a row share a window block
+    maybe = (pos < length) & ((pos < sink) | (pos + (RATIO - 1) >= recent_start)) & (at < window_width)
+    entry = tl.load(window_table + at, mask=maybe, other=0)
+    return (pos + PARITY < length) & ~in_window(pos + PARITY, entry, length, sink, recent_start)
 
 
 @triton.jit
 def _tile(
     base,
     row,
-    ok_even,
-    ok_odd,
+    pos,
+    special,
+    window_table,
+    window_width,
+    length,
+    sink,
+    recent_start,
+    limit,
     q0,
     q1,
     q2,
@@ -84,11 +77,10 @@ def _tile(
     ROWS: tl.constexpr,
     N: tl.constexpr,
     RATIO: tl.constexpr,
-    MASKED: tl.constexpr,
     ASM: tl.constexpr,
     PAGE: tl.constexpr = PAGE_TOKENS,
 ):
-    """Online-softmax step over one tile: ``ok_even`` / ``ok_odd`` [ROWS, N] say what a column sees (MASKED only)."""
+    """Online-softmax step over one tile; ``special`` tiles also hold tokens that some column must not see here."""
     WORDS: tl.constexpr = D // 8 * RATIO  # uint16 words of a row
     PAGE_ROWS: tl.constexpr = PAGE // RATIO
     t = tl.arange(0, ROWS)
@@ -109,14 +101,6 @@ def _tile(
         v_meta = v_pair.to(tl.uint32)
         k_odd = (k_pair >> 32).to(tl.uint32)
         v_odd = (v_pair >> 32).to(tl.uint32)
-    if MASKED:  # metadata of rows that nobody sees may be NaN: 0 * NaN must not reach a sum
-        seen = tl.max(ok_even.to(tl.int32), 1) > 0
-        k_meta = tl.where(seen, k_meta, 0)
-        v_meta = tl.where(seen, v_meta, 0)
-        if RATIO == 2:
-            seen_odd = tl.max(ok_odd.to(tl.int32), 1) > 0
-            k_odd = tl.where(seen_odd, k_odd, 0)
-            v_odd = tl.where(seen_odd, v_odd, 0)
     s = tl.dot(key_field(keys, 0, ASM), q0, out_dtype=tl.int32)
     s = tl.dot(key_field(keys, 1, ASM), q1, s, out_dtype=tl.int32)
     s = tl.dot(key_field(keys, 2, ASM), q2, s, out_dtype=tl.int32)
@@ -125,30 +109,33 @@ def _tile(
     s = (high * 256 + low).to(tl.float32)
     if RATIO == 1:
         s = s * meta_scale(k_meta)[:, None] + meta_minimum(k_meta)[:, None] * q_sum[None, :]
-        if MASKED:
-            s = tl.where(ok_even, s, -1e30)
+        if special:
+            here = _from_history(pos, 0, RATIO, window_table, window_width, length, sink, recent_start)
+            s = tl.where(here[:, None] & (pos[:, None] < limit[None, :]), s, -1e30)
+            v_meta = tl.where(here, v_meta, 0)  # may be NaN, and 0 * NaN must not reach a sum
         top = tl.max(s, 0)
     else:
         s, s_odd = tl.split(tl.permute(tl.reshape(s, (ROWS, 2, N)), (0, 2, 1)))
         s = s * meta_scale(k_meta)[:, None] + meta_minimum(k_meta)[:, None] * q_sum[None, :]
         s_odd = s_odd * meta_scale(k_odd)[:, None] + meta_minimum(k_odd)[:, None] * q_sum[None, :]
-        if MASKED:
-            s = tl.where(ok_even, s, -1e30)
-            s_odd = tl.where(ok_odd, s_odd, -1e30)
+        if special:
+            here = _from_history(pos, 0, RATIO, window_table, window_width, length, sink, recent_start)
+            odd = _from_history(pos, 1, RATIO, window_table, window_width, length, sink, recent_start)
+            s = tl.where(here[:, None] & (pos[:, None] < limit[None, :]), s, -1e30)
+            s_odd = tl.where(odd[:, None] & (pos[:, None] + 1 < limit[None, :]), s_odd, -1e30)
+            v_meta = tl.where(here, v_meta, 0)
+            v_odd = tl.where(odd, v_odd, 0)
         top = tl.max(tl.maximum(s, s_odd), 0)
     m_new = tl.maximum(m, top)
     alpha = tl.exp2((m - m_new) * to_log2)
-    shift = (m_new * to_log2 - 8.0)[None, :]
+    # A column that has seen nothing yet keeps every p at 0: -1e30 * to_log2 - 0 underflows.
+    shift = tl.where(m_new <= -1e29, 0.0, m_new * to_log2 - 8.0)[None, :]
     p = tl.exp2(s * to_log2[None, :] - shift)
-    if MASKED:
-        p = tl.where(ok_even, p, 0.0)
     p_sum = p
     p_min = p * meta_minimum(v_meta)[:, None]
     pv = p * meta_scale(v_meta)[:, None]
     if RATIO == 2:
         p_odd = tl.exp2(s_odd * to_log2[None, :] - shift)
-        if MASKED:
-            p_odd = tl.where(ok_odd, p_odd, 0.0)
         p_sum += p_odd
         p_min += p_odd * meta_minimum(v_odd)[:, None]
         pv_odd = p_odd * meta_scale(v_odd)[:, None]
@@ -189,7 +176,8 @@ def _store_field(
 
 @triton.jit
 def history_item(
-    query,
+    codes,
+    factors,
     pages,
     table,
     window_table,
@@ -200,14 +188,9 @@ def history_item(
     hi,
     length,
     new,
-    first_token,
-    head,
     first_column,
-    scale,
     sink,
     recent,
-    query_stride_token,
-    query_stride_head,
     stride_block,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -221,26 +204,21 @@ def history_item(
 ):
     """Attend over history tiles [lo, hi) of one request and head and store the partial result.
 
-    ``pages`` points at the head's page of block 0, ``table`` and ``window_table`` at the request's rows, ``acc`` and
-    ``lse`` at the partial's slot.
+    ``codes`` and ``factors`` point at the lane's operands, ``pages`` at the head's page of block 0, ``table`` and
+    ``window_table`` at the request's rows, ``acc`` and ``lse`` at the partial's slot.
     """
     TILE: tl.constexpr = ROWS * RATIO
     PER_PAGE: tl.constexpr = PAGE // TILE
     WORDS: tl.constexpr = D // 8 * RATIO
     n = tl.arange(0, N)
-    offset, exists = column_offsets(
-        n, first_column, new, first_token, head, query_stride_token, query_stride_head, GROUP, COLUMNS
-    )
+    block = tl.load(table + lo // PER_PAGE)
     limit = column_limits(n, first_column, length, new, GROUP, COLUMNS)
-    q = tl.load(query + offset[None, :] + tl.arange(0, D)[:, None], mask=exists[None, :], other=0.0).to(tl.float32)
-    q_scale = 32512.0 / tl.maximum(tl.max(tl.abs(q), 0), 1e-20)
-    to_log2 = scale * 1.4426950408889634 / q_scale
-    q_sum = tl.sum(q, 0) * q_scale
-    wide = tl.reshape(tl.broadcast_to(q_scale[None, :, None], (RATIO, N, 2)), (RATIO * N * 2,))
-    q0 = _query_operand(query, wide, first_column, new, first_token, head, query_stride_token, query_stride_head, 0, D, GROUP, COLUMNS, N, RATIO)  # fmt: skip # noqa: E501
-    q1 = _query_operand(query, wide, first_column, new, first_token, head, query_stride_token, query_stride_head, 1, D, GROUP, COLUMNS, N, RATIO)  # fmt: skip # noqa: E501
-    q2 = _query_operand(query, wide, first_column, new, first_token, head, query_stride_token, query_stride_head, 2, D, GROUP, COLUMNS, N, RATIO)  # fmt: skip # noqa: E501
-    q3 = _query_operand(query, wide, first_column, new, first_token, head, query_stride_token, query_stride_head, 3, D, GROUP, COLUMNS, N, RATIO)  # fmt: skip # noqa: E501
+    q_sum = tl.load(factors + n, mask=n < COLUMNS, other=0.0)
+    to_log2 = tl.load(factors + N + n, mask=n < COLUMNS, other=0.0)
+    q0 = _query_operand(codes, 0, D, COLUMNS, N, RATIO)
+    q1 = _query_operand(codes, 1, D, COLUMNS, N, RATIO)
+    q2 = _query_operand(codes, 2, D, COLUMNS, N, RATIO)
+    q3 = _query_operand(codes, 3, D, COLUMNS, N, RATIO)
     m = tl.full([N], -1e30, tl.float32)
     l = tl.zeros([16, N], tl.float32)
     z = tl.zeros([16, N], tl.float32)
@@ -255,40 +233,17 @@ def history_item(
 
     # Tiles [plain, plain_end) lie between sink and recent and before the new tokens: every column sees every token.
     recent_start = length - new - recent
-    plain = tl.minimum(tl.maximum((sink + TILE - 1) // TILE, lo), hi)
-    plain_end = tl.minimum(tl.maximum(tl.maximum(recent_start, 0) // TILE, plain), hi)
-    block = tl.load(table + plain // PER_PAGE, mask=plain < plain_end, other=0)
-    for i in tl.range(plain, plain_end, num_stages=STAGES):
+    plain = (sink + TILE - 1) // TILE
+    plain_end = tl.maximum(recent_start, 0) // TILE
+    for i in tl.range(lo, hi, num_stages=STAGES):
         base = pages + block.to(tl.int64) * stride_block
-        block = tl.load(table + tl.minimum(i + 1, plain_end - 1) // PER_PAGE)
-        m, l, z, a0, a1, a2, a3, a4, a5, a6, a7 = _tile(
-            base, (i % PER_PAGE) * ROWS, True, True, q0, q1, q2, q3, q_sum, to_log2,
-            m, l, z, a0, a1, a2, a3, a4, a5, a6, a7, D, ROWS, N, RATIO, False, ASM,
-        )  # fmt: skip
-
-    before = plain - lo
-    for j in tl.range(0, before + hi - plain_end, num_stages=1):
-        i = tl.where(j < before, lo + j, plain_end + j - before)
+        block = tl.load(table + tl.minimum(i + 1, hi - 1) // PER_PAGE)
         pos = i * TILE + tl.arange(0, ROWS) * RATIO
-        at = pos // _BLOCK  # the tokens of a row share a window block
-        maybe = (pos < length) & ((pos < sink) | (pos + (RATIO - 1) >= recent_start)) & (at < window_width)
-        entry = tl.load(window_table + at, mask=maybe, other=0)
-        here = (pos < length) & ~in_window(pos, entry, length, sink, recent_start)
-        ok = here[:, None] & (pos[:, None] < limit[None, :])
-        any_here = tl.max(ok.to(tl.int32), 1)
-        if RATIO == 2:
-            here_odd = (pos + 1 < length) & ~in_window(pos + 1, entry, length, sink, recent_start)
-            ok_odd = here_odd[:, None] & (pos[:, None] + 1 < limit[None, :])
-            any_here = tl.maximum(any_here, tl.max(ok_odd.to(tl.int32), 1))
-        else:
-            ok_odd = True
-        if tl.max(any_here, 0) > 0:
-            block = tl.load(table + i // PER_PAGE)
-            base = pages + block.to(tl.int64) * stride_block
-            m, l, z, a0, a1, a2, a3, a4, a5, a6, a7 = _tile(
-                base, (i % PER_PAGE) * ROWS, ok, ok_odd, q0, q1, q2, q3, q_sum, to_log2,
-                m, l, z, a0, a1, a2, a3, a4, a5, a6, a7, D, ROWS, N, RATIO, True, ASM,
-            )  # fmt: skip
+        m, l, z, a0, a1, a2, a3, a4, a5, a6, a7 = _tile(
+            base, (i % PER_PAGE) * ROWS, pos, (i < plain) | (i >= plain_end),
+            window_table, window_width, length, sink, recent_start, limit, q0, q1, q2, q3, q_sum, to_log2,
+            m, l, z, a0, a1, a2, a3, a4, a5, a6, a7, D, ROWS, N, RATIO, ASM,
+        )  # fmt: skip
 
     l = tl.sum(l, 0)
     z = tl.sum(z, 0)

@@ -26,6 +26,8 @@ class SplitPlan(NamedTuple):
     """Query heads per KV head."""
     max_query_len: int
     """Query tokens per request are at most this (1, 2, 4 or 8)."""
+    columns_pad: int
+    """Columns that the kernel computes: 8 or 16."""
     columns: int
     """Query columns (token, head of the group) of a column block."""
     column_blocks: int
@@ -42,4 +44,6 @@ class Partials(NamedTuple):
     """[slots, columns, D] float32; channel c lies at ``(c % 8) * (D / 8) + c // 8`` (field-major, as codes unpack)."""
     lse: torch.Tensor
     """[slots, columns] float32, base 2."""
+    line: torch.Tensor
+    """int32 the device's share of the plan, see ``prepare.py``."""
     plan: SplitPlan

@@ -79,12 +79,6 @@ def batch_costs(
 
 
 @triton.jit
-def chunk_size(total, programs, MIN_CHUNK: tl.constexpr):
-    """Cost of one program's chunk of the line."""
-    return tl.maximum((total + programs - 1) // programs, MIN_CHUNK)
-
-
-@triton.jit
 def owned(cursor, stop, item_start, COST: tl.constexpr, ITEM_COST: tl.constexpr, count):
     """Range [lo, hi) of the ``count`` tiles of an item that start in [cursor, stop)."""
     body = item_start + ITEM_COST
@@ -97,3 +91,14 @@ def owned(cursor, stop, item_start, COST: tl.constexpr, ITEM_COST: tl.constexpr,
 def in_window(pos, entry, length, sink, recent_start):
     """Whether a position is read from the window: the one rule of both the history and the window reader."""
     return (pos < length) & ((pos < sink) | (pos >= recent_start)) & (entry != 0)
+
+
+@triton.jit
+def all_present(window_table, window_width, first, stop):
+    """Whether every window block [first, stop) of a request is real."""
+    missing = stop - tl.minimum(stop, window_width)
+    for at in tl.range(first, tl.minimum(stop, window_width), 32, num_stages=1):
+        j = at + tl.arange(0, 32)
+        entry = tl.load(window_table + j, mask=j < tl.minimum(stop, window_width), other=1)
+        missing += tl.sum((entry == 0).to(tl.int32), 0)
+    return missing == 0

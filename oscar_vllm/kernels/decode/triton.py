@@ -10,18 +10,22 @@ import triton.language as tl
 from oscar_vllm.cache.layout import WINDOW_TOKENS, PageLayout
 from oscar_vllm.kernels.decode.history import history_item
 from oscar_vllm.kernels.decode.partials import Partials, SplitPlan
-from oscar_vllm.kernels.decode.plan import batch_costs, chunk_size, history_tiles, item_costs, owned, window_blocks
+from oscar_vllm.kernels.decode.plan import all_present, history_tiles, item_costs, owned, window_blocks
+from oscar_vllm.kernels.decode.prepare import PLAN_FIELDS, prepare
 from oscar_vllm.kernels.decode.window import window_item
 from oscar_vllm.kernels.merge.triton import merge_triton
-from oscar_vllm.kernels.transform.triton import transform_queries_triton
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
+BLOCK = tl.constexpr(WINDOW_TOKENS)
 COST_BYTES = 512
 
 
-@triton.jit(do_not_specialize=["requests", "programs"])
+@triton.jit(do_not_specialize=["programs"])
 def _decode_kernel(
-    query,
+    codes,
+    halves,
+    factors,
+    plan,
     history,
     window,
     block_table,
@@ -30,13 +34,8 @@ def _decode_kernel(
     query_start,
     output,
     lse,
-    requests,
-    programs,
-    scale,
     sink,
     recent,
-    query_stride_token,
-    query_stride_head,
     history_stride_block,
     history_stride_head,
     window_stride_block,
@@ -53,32 +52,27 @@ def _decode_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     RATIO: tl.constexpr,
-    REQUESTS: tl.constexpr,
     TILE_COST: tl.constexpr,
     BLOCK_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW_STAGES: tl.constexpr,
+    FIELDS: tl.constexpr,
     ASM: tl.constexpr,
     FLOAT_DOT: tl.constexpr,
 ):
+    """One program takes its chunk of the line (see ``plan.py``), item after item."""
     TILE: tl.constexpr = ROWS * RATIO
     LANES: tl.constexpr = HEADS * COLUMN_BLOCKS
     program = tl.program_id(0)
-    costs = batch_costs(
-        seq_lens, query_start, requests, sink, recent, REQUESTS, TILE, TILE_COST, BLOCK_COST, ITEM_COST
-    )
-    ends = tl.cumsum(costs, 0) * LANES
-    total = tl.sum(costs, 0) * LANES
-    chunk = chunk_size(total, programs, MIN_CHUNK)
+    request = tl.load(plan + program * FIELDS)
+    start = tl.load(plan + program * FIELDS + 1)  # where the request begins on the line
+    chunk = tl.load(plan + program * FIELDS + 2)
+    total = tl.load(plan + program * FIELDS + 3)
     cursor = program * chunk
     stop = tl.minimum(cursor + chunk, total)
-    request = tl.sum((ends <= cursor).to(tl.int32), 0)
-    start = tl.sum(tl.where(ends <= cursor, costs, 0), 0) * LANES  # where the request begins on the line
     while cursor < stop:
-        first_token = tl.load(query_start + request)
-        new = tl.load(query_start + request + 1) - first_token
+        new = tl.load(query_start + request + 1) - tl.load(query_start + request)
         length = tl.load(seq_lens + request)
         history_cost, window_cost = item_costs(
             length, new, sink, recent, TILE, TILE_COST, BLOCK_COST, ITEM_COST
@@ -91,46 +85,63 @@ def _decode_kernel(
             lane_start = start + lane * cost
             head = lane // COLUMN_BLOCKS
             first_column = (lane % COLUMN_BLOCKS) * COLUMNS
-            item = 2 * (request * LANES + lane)
+            operand = (request * LANES + lane).to(tl.int64)
+            slot = program + 2 * operand
+            blocks = block_table + request.to(tl.int64) * table_stride
+            window_blocks_of = window_table + request.to(tl.int64) * window_table_stride
             if cursor < lane_start + history_cost:
-                slot = (program + item).to(tl.int64)
                 tiles = history_tiles(length, new, recent, TILE)
                 lo, hi = owned(cursor, stop, lane_start, TILE_COST, ITEM_COST, tiles)
                 if (lo < tiles) & (hi == tiles):
-                    hi = (length + TILE - 1) // TILE
-                history_item(
-                    query,
-                    history + head.to(tl.int64) * history_stride_head,
-                    block_table + request.to(tl.int64) * table_stride,
-                    window_table + request.to(tl.int64) * window_table_stride,
-                    window_width,
-                    output + slot * (COLUMNS * D),
-                    lse + slot * COLUMNS,
-                    lo, hi, length, new, first_token, head, first_column, scale, sink, recent,
-                    query_stride_token, query_stride_head, history_stride_block,
-                    D, GROUP, COLUMNS, N, ROWS, RATIO, STAGES, ASM,
-                )  # fmt: skip
+                    # Tiles inside the recent window hold something to read only where its blocks are missing.
+                    recent_start = tl.maximum(length - new - recent, 0)
+                    whole = all_present(
+                        window_blocks_of, window_width, recent_start // BLOCK, (length + BLOCK - 1) // BLOCK
+                    )
+                    if whole:
+                        hi = (recent_start + TILE - 1) // TILE
+                    else:
+                        hi = (length + TILE - 1) // TILE
+                if lo < sink // TILE:
+                    if all_present(window_blocks_of, window_width, 0, (tl.minimum(sink, length) + BLOCK - 1) // BLOCK):
+                        lo = sink // TILE
+                if lo < hi:
+                    history_item(
+                        codes + operand * (2 * D * N), factors + operand * (3 * N),
+                        history + head.to(tl.int64) * history_stride_head,
+                        blocks, window_blocks_of, window_width,
+                        output + slot * (COLUMNS * D), lse + slot * COLUMNS,
+                        lo, hi, length, new, first_column, sink, recent, history_stride_block,
+                        D, GROUP, COLUMNS, N, ROWS, RATIO, STAGES, ASM,
+                    )  # fmt: skip
+                else:
+                    _store_empty(lse + slot * COLUMNS, COLUMNS, N)
                 cursor = lane_start + history_cost
             else:
-                slot = (program + item + 1).to(tl.int64)
+                slot += 1
                 sinks, _, recents = window_blocks(length, new, sink, recent)
                 lo, hi = owned(cursor, stop, lane_start + history_cost, BLOCK_COST, ITEM_COST, sinks + recents)
-                window_item(
-                    query,
-                    window + head.to(tl.int64) * window_stride_head,
-                    window_table + request.to(tl.int64) * window_table_stride,
-                    window_width,
-                    output + slot * (COLUMNS * D),
-                    lse + slot * COLUMNS,
-                    lo, hi, length, new, first_token, head, first_column, scale, sink, recent,
-                    query_stride_token, query_stride_head, window_stride_block, window_stride_slot,
-                    D, GROUP, COLUMNS, N, WINDOW_STAGES, FLOAT_DOT,
-                )  # fmt: skip
+                if lo < hi:
+                    window_item(
+                        halves + operand * (2 * N * D), factors + operand * (3 * N),
+                        window + head.to(tl.int64) * window_stride_head,
+                        window_blocks_of, window_width,
+                        output + slot * (COLUMNS * D), lse + slot * COLUMNS,
+                        lo, hi, length, new, first_column, sink, recent, window_stride_block, window_stride_slot,
+                        D, GROUP, COLUMNS, N, WINDOW_STAGES, FLOAT_DOT,
+                    )  # fmt: skip
+                else:
+                    _store_empty(lse + slot * COLUMNS, COLUMNS, N)
                 cursor = lane_start + cost
-            if cursor >= lane_start + cost:
-                if lane == LANES - 1:
-                    request += 1
-                    start = lane_start + cost
+            if (cursor >= lane_start + cost) & (lane == LANES - 1):
+                request += 1
+                start = lane_start + cost
+
+
+@triton.jit
+def _store_empty(lse, COLUMNS: tl.constexpr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(lse + n, tl.full([N], float("-inf"), tl.float32), mask=n < COLUMNS)
 
 
 @cache
@@ -180,6 +191,7 @@ def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, program
         requests_pad=triton.next_power_of_2(view.seq_lens.shape[0]),
         group=group,
         max_query_len=bucket,
+        columns_pad=shape.columns_pad,
         columns=columns,
         column_blocks=blocks,
     )
@@ -192,16 +204,18 @@ def decode_triton(
     *,
     max_query_len: int,
     num_splits: int | None = None,
+    transform: torch.Tensor | None = None,
 ) -> Partials:
     """Partial attention results of a batch of decodes over everything in the caches, this step's tokens included.
 
     Args:
-        query: [T, Hq, D] transformed queries, the tokens of R requests in order; float32, or the window's dtype. Token
+        query: [T, Hq, D] queries of any float dtype, last dimension contiguous, the tokens of R requests in order. Token
             i of the n of a request sees positions below ``length - n + i + 1``.
         view: the caches and tables of the R requests.
         scale: softmax scale.
         max_query_len: most query tokens of a request, at most 8.
         num_splits: programs that share the batch; one wave of the device by default.
+        transform: [H, D, D] float32 for ``query[:, h * G + g] @ transform[h]``; None where queries are transformed.
 
     Returns:
         Partial results for :func:`merge_triton`, in transformed space.
@@ -214,8 +228,12 @@ def decode_triton(
     slots = plan.programs + 2 * requests * heads * plan.column_blocks
     output = torch.empty(slots, plan.columns, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(slots, plan.columns, dtype=torch.float32, device=query.device)
+    operands = prepare(query, view, scale, plan, transform)
     _decode_kernel[(plan.programs,)](
-        query,
+        operands.codes,
+        operands.halves,
+        operands.factors,
+        operands.plan,
         view.history,
         view.window,
         view.block_table,
@@ -224,13 +242,8 @@ def decode_triton(
         view.query_start,
         output,
         lse,
-        requests,
-        plan.programs,
-        scale,
         view.sink,
         view.recent,
-        query.stride(0),
-        query.stride(1),
         view.history.stride(0),
         view.history.stride(1),
         view.window.stride(0),
@@ -247,18 +260,17 @@ def decode_triton(
         N=shape.columns_pad,
         ROWS=shape.rows,
         RATIO=shape.ratio,
-        REQUESTS=plan.requests_pad,
         TILE_COST=plan.tile_cost,
         BLOCK_COST=plan.block_cost,
         ITEM_COST=plan.item_cost,
-        MIN_CHUNK=plan.min_chunk,
         STAGES=shape.stages,
         WINDOW_STAGES=shape.window_stages,
+        FIELDS=PLAN_FIELDS,
         ASM=use_inline_ptx(query.device),
         FLOAT_DOT=query.device.type == "cpu",
         num_warps=1,
     )
-    return Partials(output, lse, plan)
+    return Partials(output, lse, operands.plan, plan)
 
 
 def attend_triton(
@@ -275,8 +287,5 @@ def attend_triton(
 
     No host synchronization and fixed grids: a captured CUDA graph serves every length up to the block table's width.
     """
-    # Kept in float32: transformed queries are not representable in the model's dtype without loss.
-    transformed = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    transform_queries_triton(query, recipe.query, transformed)
-    partials = decode_triton(transformed, view, scale, max_query_len=max_query_len)
+    partials = decode_triton(query, view, scale, max_query_len=max_query_len, transform=recipe.query)
     merge_triton(partials, view, recipe, out, lse)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.cache.layout import WINDOW_TOKENS
-from oscar_vllm.kernels.decode.columns import column_limits, column_offsets
+from oscar_vllm.kernels.decode.columns import column_limits
 from oscar_vllm.kernels.decode.plan import in_window, window_blocks
 
 _BLOCK = tl.constexpr(WINDOW_TOKENS)
@@ -29,7 +29,8 @@ def _dot(a, b, acc, FLOAT_DOT: tl.constexpr):
 
 @triton.jit
 def window_item(
-    query,
+    halves,
+    factors,
     window,
     window_table,
     window_width,
@@ -39,14 +40,9 @@ def window_item(
     hi,
     length,
     new,
-    first_token,
-    head,
     first_column,
-    scale,
     sink,
     recent,
-    query_stride_token,
-    query_stride_head,
     stride_block,
     stride_slot,
     D: tl.constexpr,
@@ -58,57 +54,48 @@ def window_item(
 ):
     """Attend over the blocks [lo, hi) of one request's window (sink blocks, then recent ones) and store the partial.
 
-    ``window`` points at the head's rows of block 0, ``window_table`` at the request's row, ``acc`` and ``lse`` at the
-    partial's slot. Probabilities, and queries finer than the cache, go to the tensor cores as two 16-bit halves, so the
-    result is float32-like whatever the model's dtype.
+    ``halves`` and ``factors`` point at the lane's operands, ``window`` at the head's rows of block 0, ``window_table``
+    at the request's row, ``acc`` and ``lse`` at the partial's slot. Queries and probabilities go to the tensor cores as
+    two 16-bit halves, so the result is float32-like whatever the model's dtype.
     """
     DTYPE: tl.constexpr = window.dtype.element_ty
-    SPLIT_QUERY: tl.constexpr = query.dtype.element_ty != DTYPE
     n = tl.arange(0, N)
     d = tl.arange(0, D)
-    offset, exists = column_offsets(
-        n, first_column, new, first_token, head, query_stride_token, query_stride_head, GROUP, COLUMNS
-    )
+    t = tl.arange(0, _BLOCK)
+    sinks, first_recent, _ = window_blocks(length, new, sink, recent)
+    recent_start = length - new - recent
+    at = tl.where(lo < sinks, lo, first_recent + lo - sinks)
+    entry = tl.load(window_table + at, mask=(lo < hi) & (at < window_width), other=0)
     limit = column_limits(n, first_column, length, new, GROUP, COLUMNS)
-    q = tl.load(query + offset[None, :] + d[:, None], mask=exists[None, :], other=0.0)
-    to_log2 = tl.full([N], 1.4426950408889634, tl.float32) * scale
-    if SPLIT_QUERY:
-        q = q.to(tl.float32)
-        top = tl.maximum(tl.max(tl.abs(q), 0), 1e-20)
-        q_high, q_low = _two_halves(q / top[None, :], DTYPE)
-        to_log2 = to_log2 * top
-    else:
-        q_high = q
-        q_low = q
+    real = (n < COLUMNS)[None, :]
+    q_high = tl.load(halves + n[None, :] * D + d[:, None], mask=real, other=0.0)
+    q_low = tl.load(halves + (n[None, :] + N) * D + d[:, None], mask=real, other=0.0)
+    to_log2 = tl.load(factors + 2 * N + n, mask=n < COLUMNS, other=0.0)
     m = tl.full([N], -1e30, tl.float32)
     l = tl.zeros([_BLOCK, N], tl.float32)
     a = tl.zeros([D, N], tl.float32)
-
-    sinks, first_recent, _ = window_blocks(length, new, sink, recent)
-    recent_start = length - new - recent
-    t = tl.arange(0, _BLOCK)
     for j in tl.range(lo, hi, num_stages=STAGES):
-        at = tl.where(j < sinks, j, first_recent + j - sinks)
-        entry = tl.load(window_table + at, mask=at < window_width, other=0)
         pos = at * _BLOCK + t
         # The interpreter broadcasts a boolean scalar to int32: broadcast the entry instead.
         here = in_window(pos, entry + tl.zeros_like(pos), length, sink, recent_start)
-        rows = window + entry.to(tl.int64) * stride_block + t[:, None] * stride_slot + d[None, :]
-        keys = tl.load(rows, mask=here[:, None], other=0.0)
-        values = tl.load(rows + D, mask=here[:, None], other=0.0)
-        ok = here[:, None] & (pos[:, None] < limit[None, :])
+        rows = window + entry.to(tl.int64) * stride_block
+        after = tl.minimum(j + 1, hi - 1)
+        at = tl.where(after < sinks, after, first_recent + after - sinks)
+        entry = tl.load(window_table + at, mask=at < window_width, other=0)
+        keys = tl.load(rows + t[:, None] * stride_slot + d[None, :], mask=here[:, None], other=0.0)
+        # As with the history's values, the pointer tile is transposed and shared memory turns it.
+        values = tl.load(rows + D + t[None, :] * stride_slot + d[:, None], mask=here[None, :], other=0.0)
         s = _dot(keys, q_high, tl.zeros([_BLOCK, N], tl.float32), FLOAT_DOT)
-        if SPLIT_QUERY:
-            s = _dot(keys, q_low, s, FLOAT_DOT)
+        s = _dot(keys, q_low, s, FLOAT_DOT)
+        ok = here[:, None] & (pos[:, None] < limit[None, :])
         s = tl.where(ok, s, -1e30)
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2((m - m_new) * to_log2)
         p = tl.where(ok, tl.exp2((s - m_new[None, :]) * to_log2[None, :]), 0.0)
         l = l * alpha[None, :] + p
         p_high, p_low = _two_halves(p, DTYPE)
-        turned = tl.trans(values)
-        a = _dot(turned, p_high, a * alpha[None, :], FLOAT_DOT)
-        a = _dot(turned, p_low, a, FLOAT_DOT)
+        a = _dot(values, p_high, a * alpha[None, :], FLOAT_DOT)
+        a = _dot(values, p_low, a, FLOAT_DOT)
         m = m_new
 
     l = tl.sum(l, 0)

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.kernels.decode.partials import Partials
-from oscar_vllm.kernels.decode.plan import batch_costs, chunk_size, item_costs
+from oscar_vllm.kernels.decode.plan import item_costs
+from oscar_vllm.kernels.decode.prepare import PLAN_FIELDS
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 
@@ -14,6 +15,7 @@ from oscar_vllm.kernels.views import CacheView, LayerRecipe
 def _merge_kernel(
     partial,
     partial_lse,
+    line,
     matrix,
     mean,
     seq_lens,
@@ -36,12 +38,11 @@ def _merge_kernel(
     COLUMNS: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     D: tl.constexpr,
-    REQUESTS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_COST: tl.constexpr,
     BLOCK_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
     M: tl.constexpr,
     SPLITS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -60,17 +61,12 @@ def _merge_kernel(
     live = inside & (length > 0) & (column // GROUP < new)
 
     # Where the decode kernel put the partials of each row: see its plan.
-    costs = batch_costs(
-        seq_lens, query_start, requests, sink, recent, REQUESTS, TILE, TILE_COST, BLOCK_COST, ITEM_COST
-    )
-    chunk = chunk_size(tl.sum(costs, 0) * LANES, programs, MIN_CHUNK)
-    earlier = tl.arange(0, REQUESTS)[None, :] < request[:, None]
-    start = tl.sum(tl.where(earlier, costs[None, :], 0), 1) * LANES
+    chunk = tl.load(line + 2)
+    start = tl.load(line + programs * FIELDS + request, mask=inside, other=0)
     history_cost, window_cost = item_costs(length, new, sink, recent, TILE, TILE_COST, BLOCK_COST, ITEM_COST)
     lane = head * COLUMN_BLOCKS + column // COLUMNS
     item = 2 * (request * LANES + lane)
     start += lane * (history_cost + window_cost)
-    chunk = tl.maximum(chunk, 1)
     first = start // chunk
     last = (start + tl.maximum(history_cost - 1, 0)) // chunk
     histories = last - first + 1
@@ -144,6 +140,7 @@ def merge_triton(
     _merge_kernel[grid](
         partials.output,
         partials.lse,
+        partials.line,
         recipe.output,
         recipe.value_mean,
         view.seq_lens,
@@ -166,12 +163,11 @@ def merge_triton(
         COLUMNS=plan.columns,
         COLUMN_BLOCKS=plan.column_blocks,
         D=dim,
-        REQUESTS=plan.requests_pad,
         TILE=plan.tile,
         TILE_COST=plan.tile_cost,
         BLOCK_COST=plan.block_cost,
         ITEM_COST=plan.item_cost,
-        MIN_CHUNK=plan.min_chunk,
+        FIELDS=PLAN_FIELDS,
         M=block,
         SPLITS=8 if block * dim > 1024 else 16,
         CHANNELS=channels,
