@@ -18,6 +18,7 @@ from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.cache.spec import history_spec
 from oscar_vllm.config import OscarConfig
 from oscar_vllm.kernels.decode import attend
+from oscar_vllm.kernels.decode.reference import plan_decode
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 from oscar_vllm.kernels.write import write
 
@@ -173,13 +174,17 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         metadata = attn_metadata
         decodes, decode_tokens = metadata.num_decodes, metadata.num_decode_tokens
         if decodes:
+            view = self._view(kv_cache, metadata, 0, decodes)
+            if metadata.plan is None and not query.is_cuda:
+                metadata.plan = plan_decode(view, metadata.max_decode_query_len, decode_tokens)
             attend(
                 query[:decode_tokens],
-                self._view(kv_cache, metadata, 0, decodes),
+                view,
                 self.recipe,
                 self.scale,
                 max_query_len=metadata.max_decode_query_len,
                 out=output[:decode_tokens],
+                plan=metadata.plan,
             )
         starts = metadata.query_start_cpu.tolist()
         for request in range(decodes, decodes + metadata.num_prefills):

@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS
+from oscar_vllm.kernels.decode.reference import DecodePlan
 
 
 @dataclass
@@ -34,6 +35,8 @@ class OscarMetadata(AttentionMetadata):
     """[requests, *] int32 of the builder's own group."""
     slot_mapping: torch.Tensor
     """[tokens] int64 of the builder's own group."""
+    plan: DecodePlan | None = None
+    """What the layers share where PyTorch computes the attention; made by the first of them."""
 
 
 class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):

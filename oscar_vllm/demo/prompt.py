@@ -11,15 +11,20 @@ _OPENING = (
     "and with the names of the fields on both sides of it, one after the other."
 )
 _STORY = (
-    "The morning was quiet in the village. Children walked along the river to school, and the baker opened his shop. "
+    "The morning was quiet in the village. Children walked along the river to school, and the baker opened his shop.",
     "In the afternoon the wind turned and it began to rain over the hills. Farmers brought their sheep home and closed "
-    "the gates."
+    "the gates.",
+    "The teacher lit the stove and read to the children about ships and far countries until the bell rang at four.",
+    "At the mill the wheel had stopped, because a branch lay across the stream, and two men worked all day to free it.",
+    "On market day the square was full of carts, and people came from the other side of the mountain to sell cheese.",
+    "In winter the road was closed for weeks, and letters arrived all at once when the snow had melted.",
+    "The old clock on the tower was always ten minutes late, and nobody in the village wanted it to be repaired.",
 )
 
 
-def long_prompt(tokenizer: Any, repeats: int = 40) -> list[int]:
+def long_prompt(tokenizer: Any, paragraphs: int = 70) -> list[int]:
     """Token ids of the chat prompt (about 2,000 tokens with SmolLM2's tokenizer)."""
-    content = "\n".join([_OPENING, FACT, *[_STORY] * repeats, "", QUESTION])
+    content = "\n".join([_OPENING, FACT, *(_STORY[i % len(_STORY)] for i in range(paragraphs)), "", QUESTION])
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
     )

@@ -25,28 +25,33 @@ def window_valid(view: CacheView, positions: torch.Tensor) -> tuple[torch.Tensor
     return valid, torch.where(valid, blocks, 0)
 
 
-def unpack_pages(pages: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """INT2 pages as codes and meta.
+def unpack_pages(
+    history: torch.Tensor, blocks: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The INT2 rows of some pages of each request, as codes and meta.
 
     Args:
-        pages: [N, H, page bytes] uint8.
+        history: [blocks, H, PAGE_TOKENS, D/2 + 8] uint8.
+        blocks: [R, N] int64 block ids.
         dim: head size D.
 
     Returns:
-        codes [2, N, H, PAGE_TOKENS, D] float32 (K, V), and scale and minimum, each [2, N, H, PAGE_TOKENS] float32.
+        codes [2, R, H, T, D] float32 (K, V; T = N * PAGE_TOKENS), and scale and minimum, each [2, R, H, T] float32.
     """
     layout = PageLayout(dim)
+    pages = history.flatten(2)[blocks]  # [R, N, H, page bytes]
     codes, meta = pages.split([layout.key_meta, layout.page_bytes - layout.key_meta], -1)
-    codes = codes.unflatten(-1, (2, PAGE_TOKENS, layout.code_bytes)).permute(2, 0, 1, 3, 4)
-    meta = meta.contiguous().view(torch.float16).unflatten(-1, (2, PAGE_TOKENS, 2)).permute(2, 0, 1, 3, 4).float()
-    return unpack_codes(codes), meta[..., 0], meta[..., 1]
+    # Bytes are put in order before they grow to floats.
+    codes = codes.unflatten(-1, (2, PAGE_TOKENS, -1)).permute(3, 0, 2, 1, 4, 5).flatten(3, 4)
+    meta = meta.unflatten(-1, (2, PAGE_TOKENS, -1)).permute(3, 0, 2, 1, 4, 5).flatten(3, 4).contiguous()
+    scale, minimum = meta.view(torch.float16).float().unbind(-1)
+    return unpack_codes(codes), scale, minimum
 
 
 def gather_reference(view: CacheView, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of positions ``start .. stop - 1`` of every request of the view, in transformed space.
 
-    Positions at or past a request's length are zero. ``start`` and ``stop`` are multiples of PAGE_TOKENS, or ``stop``
-    is the last position wanted.
+    Positions at or past a request's length are zero.
 
     Returns:
         keys and values, each [R, H, stop - start, D] float32.
@@ -56,10 +61,8 @@ def gather_reference(view: CacheView, start: int, stop: int) -> tuple[torch.Tens
     columns = torch.arange(first, last, device=view.history.device)
     held = columns * PAGE_TOKENS < view.seq_lens[:, None]
     blocks = torch.where(held, view.block_table[:, first:last], 0).long()
-    codes, scale, minimum = unpack_pages(view.history.flatten(2)[blocks].flatten(0, 1), dim)
+    codes, scale, minimum = unpack_pages(view.history, blocks, dim)
     rows = torch.addcmul(minimum.unsqueeze(-1), codes, scale.unsqueeze(-1))
-    requests, heads = blocks.shape[0], rows.shape[2]
-    rows = rows.view(2, requests, last - first, heads, PAGE_TOKENS, dim).transpose(2, 3).flatten(3, 4)
     offset = start - first * PAGE_TOKENS
     rows = rows[..., offset : offset + stop - start, :]
     positions = torch.arange(start, stop, device=blocks.device)

@@ -1,5 +1,7 @@
 """PyTorch twin of decode attention: INT2 history and window cache as two segments, merged by log-sum-exp."""
 
+from typing import NamedTuple
+
 import torch
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS
@@ -12,80 +14,116 @@ TILE_ELEMENTS = 1 << 24
 """Unpacked elements of K and V that one step over the history may hold: bounds memory, not by the context."""
 
 
-def _softmax(scores: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities and log-sum-exp over the last axis of scores where mask; rows without a key give 0 and -inf."""
-    scores = scores.masked_fill(~mask, -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    probabilities = (scores - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1)).exp()
-    return probabilities, lse
+class DecodePlan(NamedTuple):
+    """What every layer of a step shares: which query tokens and which cached positions there are."""
+
+    active: torch.Tensor
+    """[R, N] bool, query tokens that exist (N = max_query_len)."""
+    index: torch.Tensor
+    """[R, N] int64 row of each query token, in range also where it does not exist."""
+    limit: torch.Tensor
+    """[R, N] int64 positions below it are seen by the query token."""
+    end: int
+    """Longest request, up to whole pages."""
+    blocks: torch.Tensor
+    """[R, end / PAGE_TOKENS] int64 history blocks, 0 past a request's last."""
+    from_history: torch.Tensor
+    """[R, end] bool, positions read from INT2."""
+    window_blocks: torch.Tensor
+    """[R, W] int64 window blocks that cover sink, recent and this step's own tokens."""
+    from_window: torch.Tensor
+    """[R, W * WINDOW_TOKENS] bool, rows of those blocks that are read."""
+    window_positions: torch.Tensor
+    """[R, W * WINDOW_TOKENS] int64 their positions."""
 
 
-def _history_segment(
-    query: torch.Tensor, view: CacheView, limit: torch.Tensor, start: int, stop: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the INT2 rows of positions ``start .. stop - 1`` that the window does not hold.
-
-    query [R, H, N, G, D] transformed and scaled, limit [R, N] keys each query token sees; returns output
-    [R, H, N, G, D] and log-sum-exp [R, H, N, G].
-    """
-    dim = query.shape[-1]
-    positions = torch.arange(start, stop, device=query.device)
+def plan_decode(view: CacheView, max_query_len: int, tokens: int) -> DecodePlan:
+    """The plan of a step over ``view`` (its caches are not looked at) with ``tokens`` query rows."""
+    device = view.seq_lens.device
+    lengths = view.seq_lens.long()
+    new = torch.where(lengths > 0, view.query_start[1:] - view.query_start[:-1], 0).long()
+    step = torch.arange(max_query_len, device=device)
+    active = step < new[:, None]
+    index = (view.query_start[:-1, None].long() + step).clamp(max=tokens - 1)
+    limit = torch.where(active, (lengths - new)[:, None] + step + 1, 0)
+    pages = -(-int(lengths.max()) // PAGE_TOKENS)
+    positions = torch.arange(pages * PAGE_TOKENS, device=device)
     valid, _ = window_valid(view, positions)
-    from_history = (positions < view.seq_lens[:, None]) & ~valid
-    mask = from_history[:, None] & (positions < limit.unsqueeze(-1))  # [R, N, T]
-    columns = slice(start // PAGE_TOKENS, stop // PAGE_TOKENS)
-    live = positions[::PAGE_TOKENS] < view.seq_lens[:, None]
-    blocks = torch.where(live, view.block_table[:, columns], 0).long()
-    requests, pages = blocks.shape
-    codes, scale, minimum = unpack_pages(view.history.flatten(2)[blocks.flatten()], dim)
-    heads = codes.shape[2]
-
-    def by_head(x: torch.Tensor) -> torch.Tensor:  # [2, R * pages, H, P, ...] -> [2, R, H, T, ...]
-        return x.unflatten(1, (requests, pages)).transpose(2, 3).flatten(3, 4)
-
-    # Rows the mask drops may hold anything, NaN included: zero their meta so that 0 * garbage never arises.
-    keep = from_history[None, :, None]
-    scale = by_head(scale).masked_fill(~keep, 0.0)
-    minimum = by_head(minimum).masked_fill(~keep, 0.0)
-    codes = by_head(codes)
-    flat = query.flatten(2, 3)  # [R, H, N * G, D]
-    scores = (flat @ codes[0].transpose(-1, -2)) * scale[0].unsqueeze(2)
-    scores = scores + flat.sum(-1, keepdim=True) * minimum[0].unsqueeze(2)
-    scores = scores.unflatten(2, query.shape[2:4])
-    probabilities, lse = _softmax(scores, mask[:, None, :, None].expand(-1, heads, -1, query.shape[3], -1))
-    probabilities = probabilities.flatten(2, 3)
-    output = (probabilities * scale[1].unsqueeze(2)) @ codes[1]
-    output = output + probabilities @ minimum[1].unsqueeze(-1)
-    return output.unflatten(2, query.shape[2:4]), lse
-
-
-def _window_segment(
-    query: torch.Tensor, view: CacheView, limit: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Attention over the positions that the window cache holds; shapes as in :func:`_history_segment`."""
-    dim = query.shape[-1]
-    new = view.query_start[1:] - view.query_start[:-1]
+    blocks = torch.where(positions[::PAGE_TOKENS] < lengths[:, None], view.block_table[:, :pages], 0).long()
     sink_blocks = view.sink // WINDOW_TOKENS
     # The recent segment and this step's own tokens: a fixed number of blocks that covers every request.
-    last = (view.seq_lens - 1).clamp(min=0) // WINDOW_TOKENS
-    span = -(-(view.recent + int(new.max())) // WINDOW_TOKENS) + 1
-    recent = last[:, None] - torch.arange(span - 1, -1, -1, device=query.device)
-    sink = torch.arange(sink_blocks, device=query.device).expand(len(last), -1)
+    last = (lengths - 1).clamp(min=0) // WINDOW_TOKENS
+    span = -(-(view.recent + max_query_len) // WINDOW_TOKENS) + 1
+    recent = last[:, None] - torch.arange(span - 1, -1, -1, device=device)
+    sink = torch.arange(sink_blocks, device=device).expand(len(last), -1)
     column = torch.cat([sink, recent.masked_fill(recent < sink_blocks, -1)], 1)
     exists = (column >= 0) & (column <= last[:, None])
     column = column.clamp(min=0, max=view.window_table.shape[1] - 1)
-    positions = column[..., None] * WINDOW_TOKENS + torch.arange(WINDOW_TOKENS, device=query.device)
-    valid, _ = window_valid(view, positions.flatten(1))
-    valid &= exists.repeat_interleave(WINDOW_TOKENS, 1)
-    if not bool(valid.any()):
-        return None
-    mask = valid[:, None] & (positions.flatten(1)[:, None] < limit.unsqueeze(-1))  # [R, N, T]
-    blocks = torch.where(exists, view.window_table.gather(1, column.long()), 0).long()
-    rows = view.window[blocks].transpose(1, 2).flatten(2, 3).float()  # [R, H, T, 2 * D]
-    rows = rows.masked_fill(~valid[:, None, :, None], 0.0)
+    window_positions = (column[..., None] * WINDOW_TOKENS + torch.arange(WINDOW_TOKENS, device=device)).flatten(1)
+    window_rows, _ = window_valid(view, window_positions)
+    return DecodePlan(
+        active=active,
+        index=index,
+        limit=limit,
+        end=pages * PAGE_TOKENS,
+        blocks=blocks,
+        from_history=(positions < lengths[:, None]) & ~valid,
+        window_blocks=torch.where(exists, view.window_table.gather(1, column), 0).long(),
+        from_window=window_rows & exists.repeat_interleave(WINDOW_TOKENS, 1),
+        window_positions=window_positions,
+    )
+
+
+def _softmax(scores: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities and log-sum-exp over the last axis of scores [R, H, N, G, T] but for hidden [R, N, T].
+
+    Rows without a key give probabilities 0 and log-sum-exp -inf. ``scores`` is overwritten.
+    """
+    scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    # A NaN in a row stays in that row's result.
+    probabilities = scores.sub_(top.masked_fill(top.isneginf(), 0.0)).exp_()
+    total = probabilities.sum(-1, keepdim=True)
+    lse = (top + total.log()).squeeze(-1)
+    return probabilities.div_(total.masked_fill(total == 0, 1.0)), lse
+
+
+def _history_segment(
+    query: torch.Tensor, view: CacheView, plan: DecodePlan, start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the INT2 rows among positions ``start .. stop - 1`` (whole pages).
+
+    query [R, H, N, G, D] transformed and scaled; returns output [R, H, N, G, D] and log-sum-exp [R, H, N, G].
+    """
+    tokens = query.shape[2:4]
+    from_history = plan.from_history[:, start:stop]
+    positions = torch.arange(start, stop, device=query.device)
+    blocks = plan.blocks[:, start // PAGE_TOKENS : stop // PAGE_TOKENS]
+    codes, scale, minimum = unpack_pages(view.history, blocks, query.shape[-1])
+    # Rows that are not read may hold anything, NaN included: zero their meta so that 0 * garbage never arises.
+    unread = ~from_history[None, :, None]
+    scale.masked_fill_(unread, 0.0)
+    minimum.masked_fill_(unread, 0.0)
+    flat = query.flatten(2, 3)  # [R, H, N * G, D]
+    scores = (flat @ codes[0].transpose(-1, -2)) * scale[0].unsqueeze(2)
+    scores.addcmul_(flat.sum(-1, keepdim=True), minimum[0].unsqueeze(2))
+    hidden = ~from_history[:, None] | (positions >= plan.limit.unsqueeze(-1))
+    probabilities, lse = _softmax(scores.unflatten(2, tokens), hidden)
+    probabilities = probabilities.flatten(2, 3)
+    output = (probabilities * scale[1].unsqueeze(2)) @ codes[1]
+    output += probabilities @ minimum[1].unsqueeze(-1)
+    return output.unflatten(2, tokens), lse
+
+
+def _window_segment(query: torch.Tensor, view: CacheView, plan: DecodePlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the rows that the window cache holds; shapes as in :func:`_history_segment`."""
+    dim = query.shape[-1]
+    rows = view.window[plan.window_blocks].transpose(1, 2).flatten(2, 3).float()  # [R, H, T, 2 * D]
+    rows.masked_fill_(~plan.from_window[:, None, :, None], 0.0)
+    hidden = ~plan.from_window[:, None] | (plan.window_positions[:, None] >= plan.limit.unsqueeze(-1))
     flat = query.flatten(2, 3)
     scores = (flat @ rows[..., :dim].transpose(-1, -2)).unflatten(2, query.shape[2:4])
-    probabilities, lse = _softmax(scores, mask[:, None, :, None].expand_as(scores))
+    probabilities, lse = _softmax(scores, hidden)
     output = probabilities.flatten(2, 3) @ rows[..., dim:]
     return output.unflatten(2, query.shape[2:4]), lse
 
@@ -99,6 +137,7 @@ def attend_reference(
     max_query_len: int,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
 ) -> None:
     """Attention of a batch of decodes over everything in the caches, this step's tokens included.
 
@@ -111,27 +150,21 @@ def attend_reference(
         max_query_len: most query tokens of a request.
         out: [T, Hq, D], written in its own dtype (rows of no request are left alone).
         lse: [T, Hq] float32 natural log-sum-exp of the centered scores, written where given.
+        plan: :func:`plan_decode` of the same view, where a caller has it already for another layer.
     """
-    requests = view.seq_lens.shape[0]
+    requests, (tokens, query_heads, dim) = view.seq_lens.shape[0], query.shape
+    if plan is None:
+        plan = plan_decode(view, max_query_len, tokens)
     heads = recipe.key.shape[0]
-    tokens, query_heads, dim = query.shape
-    new = view.query_start[1:] - view.query_start[:-1]
-    step = torch.arange(max_query_len, device=query.device)
-    active = step < torch.where(view.seq_lens > 0, new, 0)[:, None]  # [R, N]
-    index = (view.query_start[:-1, None] + step).clamp(max=tokens - 1)
-    padded = transform_queries_reference(query, recipe.query)[index] * scale
+    padded = transform_queries_reference(query, recipe.query)[plan.index] * scale
     padded = padded.unflatten(2, (heads, -1)).transpose(1, 2)  # [R, H, N, G, D]
-    limit = torch.where(active, (view.seq_lens - new)[:, None] + step + 1, 0)
     tile = max(1, TILE_ELEMENTS // (requests * heads * dim * 2 * PAGE_TOKENS)) * PAGE_TOKENS
-    end = -(-int(view.seq_lens.max()) // PAGE_TOKENS) * PAGE_TOKENS
-    parts = [_history_segment(padded, view, limit, at, min(at + tile, end)) for at in range(0, end, tile)]
-    window = _window_segment(padded, view, limit)
-    if window is not None:
-        parts.append(window)
-    if not parts:
-        return
+    parts = [
+        _history_segment(padded, view, plan, start, min(start + tile, plan.end)) for start in range(0, plan.end, tile)
+    ]
+    parts.append(_window_segment(padded, view, plan))
     output, total = merge_partials(parts)
-    output = output.transpose(1, 2).reshape(requests, -1, query_heads, dim)[active]
-    out[index[active]] = map_back(output, recipe).to(out.dtype)
+    rows, kept = plan.index[plan.active], plan.active
+    out[rows] = map_back(output.transpose(1, 2).reshape(requests, -1, query_heads, dim)[kept], recipe).to(out.dtype)
     if lse is not None:
-        lse[index[active]] = total.transpose(1, 2).reshape(requests, -1, query_heads)[active]
+        lse[rows] = total.transpose(1, 2).reshape(requests, -1, query_heads)[kept]
