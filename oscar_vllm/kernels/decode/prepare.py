@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from oscar_vllm.kernels.decode.device import use_dependent_launch
 from oscar_vllm.kernels.decode.partials import SplitPlan
 from oscar_vllm.kernels.decode.plan import batch_costs
 from oscar_vllm.kernels.views import CacheView
@@ -70,6 +72,17 @@ def _plan_block(
     if block == 0:
         r = tl.arange(0, REQUESTS)
         tl.store(plan + programs * FIELDS + r, ends - costs, mask=r < requests)
+
+
+@triton.jit
+def _store_bytes(place, x, inside, D: tl.constexpr, N: tl.constexpr, M: tl.constexpr):
+    """Store [M, D] integers as bytes [M, field, D / 4]: whole words, for lone bytes would each cost a memory sector."""
+    x = tl.reshape(x, (M, D // 16, 4, 4))  # channel 16 * word + 4 * byte + field
+    x = (x & 255) << (8 * tl.arange(0, 4))[None, None, :, None]
+    word = tl.arange(0, D // 16)[None, :, None]
+    field = tl.arange(0, 4)[None, None, :]
+    place = place[:, None, None] + field * (N * D // 8) + word
+    tl.store(place, tl.sum(x, 2), mask=inside[:, None, None])
 
 
 @triton.jit
@@ -140,9 +153,9 @@ def _query_rows(
     i = tl.floor(q * unit[:, None] * quarter[None, :] + 0.5).to(tl.int32)
     high = (i + 128) >> 8
     low = i - (high << 8)
-    place = codes + (lane * (2 * D * N) + c * (D // 2))[:, None] + ((d % 4) * (N * D // 2) + d // 4)[None, :]
-    tl.store(place, high.to(tl.int8), mask=inside[:, None])
-    tl.store(place + D // 4, low.to(tl.int8), mask=inside[:, None])
+    place = codes.to(tl.pointer_type(tl.int32)) + lane * (D * N // 2) + c * (D // 8)
+    _store_bytes(place, high, inside, D, N, M)
+    _store_bytes(place + D // 16, low, inside, D, N, M)
 
     x = q / largest[:, None]
     first = x.to(halves.dtype.element_ty)
@@ -190,7 +203,10 @@ def _prepare_kernel(
     MIN_CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:  # let the decode kernel's programs start; they wait for this grid before they read
+        gdc_launch_dependents()
     program = tl.program_id(0)
     if program < row_blocks * HEADS:
         _query_rows(
@@ -272,6 +288,7 @@ def prepare(
         MIN_CHUNK=plan.min_chunk,
         FIELDS=PLAN_FIELDS,
         BLOCK=PLAN_BLOCK,
+        PDL=use_dependent_launch(device),
         num_warps=8,
     )
     return Operands(codes, halves, factors, line)

@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Triton decode attention: one launch over sink, history and recent of every request, its splits merged by a second."""
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from oscar_vllm.cache.layout import WINDOW_TOKENS, PageLayout
+from oscar_vllm.kernels.decode.device import dependent_launch, multiprocessors, use_dependent_launch, use_inline_ptx
 from oscar_vllm.kernels.decode.history import history_item
 from oscar_vllm.kernels.decode.partials import Partials, SplitPlan
 from oscar_vllm.kernels.decode.plan import all_present, history_tiles, item_costs, owned, window_blocks
@@ -60,11 +60,15 @@ def _decode_kernel(
     FIELDS: tl.constexpr,
     ASM: tl.constexpr,
     FLOAT_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program takes its chunk of the line (see ``plan.py``), item after item."""
     TILE: tl.constexpr = ROWS * RATIO
     LANES: tl.constexpr = HEADS * COLUMN_BLOCKS
     program = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     request = tl.load(plan + program * FIELDS)
     start = tl.load(plan + program * FIELDS + 1)  # where the request begins on the line
     chunk = tl.load(plan + program * FIELDS + 2)
@@ -144,17 +148,6 @@ def _store_empty(lse, COLUMNS: tl.constexpr, N: tl.constexpr):
     tl.store(lse + n, tl.full([N], float("-inf"), tl.float32), mask=n < COLUMNS)
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@cache
-def use_inline_ptx(device: torch.device) -> bool:
-    """Whether kernels on this device may hold inline PTX (not in the interpreter, not on other vendors' GPUs)."""
-    return device.type == "cuda" and torch.version.hip is None
-
-
 class _Shape:
     """Compile-time shape of the decode kernel for one head size and number of query columns."""
 
@@ -162,11 +155,12 @@ class _Shape:
         self.ratio = 2 if head_size == 64 else 1
         self.columns_pad = 8 if columns <= 8 else 16
         wide = self.columns_pad == 16 or head_size == 256
-        tokens = 64 if wide else 128
-        self.rows = tokens // self.ratio
+        self.rows = (64 if wide else 128) // self.ratio
+        # One warp has registers enough for everything but wide heads with many columns.
+        self.warps = 2 if self.columns_pad == 16 and head_size == 256 else 1
         self.stages = 3
-        self.window_stages = 3
-        self.warps_per_sm = 8
+        self.window_stages = 2
+        self.programs_per_processor = 8 // self.warps
 
 
 def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, programs: int | None = None) -> SplitPlan:
@@ -182,12 +176,12 @@ def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, program
     tile = shape.rows * shape.ratio
     tile_cost = tile * PageLayout(dim).token_bytes // COST_BYTES
     return SplitPlan(
-        programs=programs or shape.warps_per_sm * _multiprocessors(query.device),
+        programs=programs or shape.programs_per_processor * multiprocessors(query.device),
         tile=tile,
         tile_cost=tile_cost,
         block_cost=WINDOW_TOKENS * 4 * dim // COST_BYTES,
-        item_cost=tile_cost,
-        min_chunk=3 * tile_cost,
+        item_cost=tile_cost // 2,
+        min_chunk=2 * tile_cost,
         requests_pad=triton.next_power_of_2(view.seq_lens.shape[0]),
         group=group,
         max_query_len=bucket,
@@ -268,7 +262,9 @@ def decode_triton(
         FIELDS=PLAN_FIELDS,
         ASM=use_inline_ptx(query.device),
         FLOAT_DOT=query.device.type == "cpu",
-        num_warps=1,
+        PDL=use_dependent_launch(query.device),
+        num_warps=shape.warps,
+        **dependent_launch(query.device),
     )
     return Partials(output, lse, operands.plan, plan)
 
