@@ -1,9 +1,5 @@
-"""Triton pieces shared by the kernels that multiply rows by a head's D x D matrix at float32 accuracy.
-
-Tensor cores take 16-bit operands, so a float32 operand is the sum of two fp16 numbers (22 bits of mantissa), both
-factors scaled by powers of two into fp16's range: ``x @ M = xh @ Mh + xh @ Ml + xl @ Mh`` up to 2^-22. Compared with
-three tf32 products this is as accurate and takes half the time; three bf16 products lose six bits.
-"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Triton pieces shared by the kernels that multiply 16-bit rows by a head's split matrix (see ``operands``)."""
 
 import os
 from functools import cache
@@ -12,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Inline assembly does not run in the interpreter."""
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INLINE_PTX = torch.version.hip is None and not INTERPRETED.value
+"""Whether kernels may use inline assembly: not in the interpreter, nor on other GPUs."""
 
 
 @cache
@@ -23,54 +20,14 @@ def processor_count(device: torch.device) -> int:
 
 
 @triton.jit
-def power_of_two(largest):
-    """Power of two that brings ``largest`` (>= 0, float32) below 2^10, and its inverse."""
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.maximum(exponent, 10)
-    factor = ((263 - exponent) << 23).to(tl.float32, bitcast=True)
-    inverse = ((exponent - 9) << 23).to(tl.float32, bitcast=True)
-    return factor, inverse
-
-
-@triton.jit
-def split_half(x):
-    """float32 -> (high, low) fp16 with high + low = x to 22 bits."""
-    high = x.to(tl.float16)
-    return high, (x - high.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
-def shuffled_channels(D: tl.constexpr):
-    """[D] channel of each column of a shuffled product.
-
-    A tensor core leaves columns 2q, 2q + 1 of every eight with lane q of four. With the columns in this order each
-    lane ends up with D/4 consecutive channels, so that packing and row sums stay inside a thread.
-    """
-    column = tl.arange(0, D)
-    return ((column // 2) % 4) * (D // 4) + (column // 8) * 2 + column % 2
+def dot16(x, y, product):
+    """product + x @ y of 16-bit operands with float32 accumulation."""
+    if INTERPRETED:  # which keeps BF16 as integers
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), product)
+    return tl.dot(x, y, product)
 
 
 @triton.jit
 def unshuffle(x, ROWS: tl.constexpr, D: tl.constexpr):
-    """[ROWS, D] in ``shuffled_channels`` order -> channel order."""
+    """[ROWS, D] in ``operands.shuffled_channels`` order -> channel order."""
     return tl.reshape(tl.permute(tl.reshape(x, (ROWS, D // 8, 4, 2)), (0, 2, 1, 3)), (ROWS, D))
-
-
-@triton.jit
-def matrix_scale(matrix, row_stride, column_stride, D: tl.constexpr, BLOCK: tl.constexpr):
-    """(factor, inverse) powers of two for a [D, D] float32 matrix."""
-    column = tl.arange(0, D)
-    row = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, D, BLOCK):
-        part = tl.load(matrix + (start + row)[:, None] * row_stride + column[None, :] * column_stride)
-        largest = tl.maximum(largest, tl.max(tl.abs(part), 1))
-    return power_of_two(tl.max(largest, 0))
-
-
-@triton.jit
-def multiply_halves(high, low, matrix_high, matrix_low, product):
-    """product + (high + low) @ (matrix_high + matrix_low) without the term below float32's accuracy."""
-    product = tl.dot(low, matrix_high, product)
-    product = tl.dot(high, matrix_low, product)
-    return tl.dot(high, matrix_high, product)

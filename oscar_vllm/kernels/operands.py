@@ -1,0 +1,109 @@
+"""A recipe's matrices in the form that tensor cores multiply, made once per recipe and dtype and kept.
+
+Rows (queries, keys, values) are exact in their 16-bit type, so only the float32 matrix is split, into two numbers of
+that type: ``x @ M = x @ high + x @ low`` with float32 accumulation is good to 2^-17 of |x| |M| for BF16 and to 2^-22
+for FP16. That is two products instead of the three that splitting both sides takes, and rows go from memory to the
+tensor cores untouched. FP16 matrices are scaled by a power of two into that type's range.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from oscar_vllm.kernels.views import LayerRecipe
+
+
+class SplitMatrices(NamedTuple):
+    """N float32 matrices as sums of two 16-bit ones."""
+
+    parts: torch.Tensor
+    """[N, 2, D, D] of the rows' dtype, high then low, times a power of two."""
+    inverse: torch.Tensor
+    """[N] float32, that power's inverse."""
+
+
+class WriteOperands(NamedTuple):
+    """What the write kernel needs of a recipe; index 2 * head for keys, 2 * head + 1 for values."""
+
+    matrix: torch.Tensor
+    """[2 * H, 2, D, D] high and low parts, columns in :func:`shuffled_channels` order."""
+    shift: torch.Tensor
+    """[2 * H, 16, D] BF16 whose rows add up to ``-mean @ (high + low)``, the product to start from."""
+    numbers: torch.Tensor
+    """[2 * H, 4] float32: inverse of the matrix's power of two, clip, gain, unused."""
+
+
+def shuffled_channels(dim: int) -> torch.Tensor:
+    """[D] channel of each column of the write kernel's products.
+
+    A tensor core leaves columns 2q, 2q + 1 of every eight with lane q of four. With the columns in this order each
+    lane ends up with D/4 consecutive channels, so that packing and most of every row sum stay inside a thread.
+    """
+    column = torch.arange(dim)
+    return (column // 2) % 4 * (dim // 4) + column // 8 * 2 + column % 2
+
+
+def split_matrices(matrix: torch.Tensor, dtype: torch.dtype) -> SplitMatrices:
+    """``matrix`` [N, D, D] float32 for rows of ``dtype``."""
+    factor = torch.ones(matrix.shape[0], device=matrix.device)
+    if dtype == torch.float16:
+        factor = torch.ldexp(factor, 10 - torch.frexp(matrix.abs().amax((1, 2))).exponent)
+    scaled = matrix * factor[:, None, None]
+    high = scaled.to(dtype)
+    low = (scaled - high.float()).to(dtype)
+    return SplitMatrices(torch.stack([high, low], 1), 1 / factor)
+
+
+def _make_write_operands(recipe: LayerRecipe, dtype: torch.dtype) -> WriteOperands:
+    def both(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.stack([key, value], 1).flatten(0, 1).float()
+
+    split = split_matrices(both(recipe.key, recipe.value), dtype)
+    mean = both(recipe.key_mean, recipe.value_mean).double()
+    # The same parts that the rows meet, so that what the split drops cancels together with the mean.
+    rest = -torch.einsum("nd,npde->ne", mean, split.parts.double())
+    shift = torch.zeros(rest.shape[0], 16, rest.shape[1], dtype=torch.bfloat16, device=rest.device)
+    for i in range(3):
+        shift[:, i] = rest.bfloat16()
+        rest = rest - shift[:, i].double()
+    order = shuffled_channels(rest.shape[1]).to(rest.device)
+    clip, gain = both(recipe.key_clip, recipe.value_clip), both(recipe.key_gain, recipe.value_gain)
+    numbers = torch.stack([split.inverse, clip, gain, torch.zeros_like(clip)], -1)
+    return WriteOperands(split.parts[..., order].contiguous(), shift[..., order].contiguous(), numbers.contiguous())
+
+
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _version(x: torch.Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _keep(name: str, sources: tuple[torch.Tensor, ...], dtype: torch.dtype, make: Any) -> Any:
+    """``make()``, or what it made for the same unchanged sources before."""
+    if sources[0] not in _kept:
+        _kept[sources[0]] = {}
+    entries = _kept[sources[0]]
+    stamp = [_version(x) for x in sources]
+    kept = entries.get((name, dtype))
+    if kept and kept[1] == stamp and all(a is b for a, b in zip(kept[0], sources[1:], strict=True)):
+        return kept[2]
+    made = make()
+    # What is made inside a capture belongs to the graph's memory and holds values only while it replays.
+    if not (sources[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        entries[name, dtype] = (sources[1:], stamp, made)
+    return made
+
+
+def write_operands(recipe: LayerRecipe, dtype: torch.dtype) -> WriteOperands:
+    """The recipe's operands for rows of ``dtype``; kept while the recipe's tensors live and stay unchanged."""
+    sources = tuple(x for name, x in recipe._asdict().items() if name not in ("query", "output", "rounds"))
+    made: WriteOperands = _keep("write", sources, dtype, lambda: _make_write_operands(recipe, dtype))
+    return made
+
+
+def query_operands(matrix: torch.Tensor, dtype: torch.dtype) -> SplitMatrices:
+    """The query matrices [H, D, D] for queries of ``dtype``; kept while the tensor lives and stays unchanged."""
+    made: SplitMatrices = _keep("query", (matrix,), dtype, lambda: split_matrices(matrix, dtype))
+    return made

@@ -1,0 +1,279 @@
+"""The write kernel against its twin and float64, and what it must leave alone."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from caches import random_recipe
+
+from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout, unpack_codes
+from oscar_vllm.kernels.views import LayerRecipe
+from oscar_vllm.kernels.write.reference import write_reference
+
+DTYPES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
+QUANTIZERS = [
+    pytest.param(0, 1.0, 1.0, id="minmax"),
+    pytest.param(0, 0.96, 1.0, id="clip96"),
+    pytest.param(0, 0.5, 1.0, id="clip50"),
+    pytest.param(4, 1.0, 1.09, id="refit"),
+    pytest.param(3, 0.92, 1.05, id="refit-clip92"),
+]
+
+
+def write_triton(*args):  # imported late: conftest chooses the interpreter first
+    from oscar_vllm.kernels.write.triton import write_triton
+
+    write_triton(*args)
+
+
+class Caches(NamedTuple):
+    history: torch.Tensor
+    window: torch.Tensor
+
+
+class Tokens(NamedTuple):
+    """What one step writes: rows, where to, and how."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    slots: torch.Tensor
+    window_slots: torch.Tensor
+    recipe: LayerRecipe
+
+
+def recipe_of(heads, dim, rounds=0, clip=1.0, gain=1.0, device="cpu"):
+    recipe = random_recipe(heads, dim, torch.Generator().manual_seed(torch.seed() % (1 << 62)))
+    full = torch.full((heads,), clip)
+    # one head without a clip beside heads with one
+    full[-1] = 1.0 if heads > 1 else clip
+    recipe = recipe._replace(key_clip=full, value_clip=full.clone(), rounds=rounds)
+    recipe = recipe._replace(key_gain=torch.full((heads,), gain), value_gain=torch.full((heads,), gain))
+    return LayerRecipe(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in recipe))
+
+
+def step(tokens, heads, dim, recipe, dtype=torch.bfloat16, device="cpu", skip=True):
+    """Random rows for random slots of both caches; about one in seven is padding or lies in the null block."""
+    key = (torch.randn(tokens, heads, dim) * 2 + recipe.key_mean.cpu()).to(device, dtype)
+    value = torch.randn(tokens, heads, dim).to(device, dtype)
+    blocks, window_blocks = -(-tokens // PAGE_TOKENS) + 2, -(-tokens // WINDOW_TOKENS) + 2
+    slots = torch.randperm((blocks - 1) * PAGE_TOKENS)[:tokens] + PAGE_TOKENS
+    window_slots = torch.randperm((window_blocks - 1) * WINDOW_TOKENS)[:tokens] + WINDOW_TOKENS
+    if skip and tokens > 1:
+        slots[torch.rand(tokens) < 0.1] = -1
+        null = torch.rand(tokens) < 0.05
+        slots[null] = torch.randint(PAGE_TOKENS, (int(null.sum()),))
+        window_slots[torch.rand(tokens) < 0.3] = -1
+        null = torch.rand(tokens) < 0.3
+        window_slots[null] = torch.randint(WINDOW_TOKENS, (int(null.sum()),))
+    return Tokens(key, value, slots.to(device), window_slots.to(device), recipe)
+
+
+def empty_caches(tokens, fill=255, blocks=None):
+    """Both caches full of one byte value."""
+    count, heads, dim = tokens.key.shape
+    device = tokens.key.device
+    blocks = blocks or -(-count // PAGE_TOKENS) + 3
+    window_blocks = -(-count // WINDOW_TOKENS) + 3
+    history = torch.full((blocks, heads, PAGE_TOKENS, dim // 2 + 8), fill, dtype=torch.uint8, device=device)
+    window = torch.full((window_blocks, heads, WINDOW_TOKENS, 4 * dim), fill, dtype=torch.uint8, device=device)
+    return Caches(history, window.view(tokens.key.dtype))
+
+
+def written(writer, tokens, caches=None):
+    caches = caches or empty_caches(tokens)
+    writer(tokens.key, tokens.value, *caches, tokens.slots, tokens.window_slots, tokens.recipe)
+    return caches
+
+
+def stored_rows(history, slots, dim):
+    """(codes, scale, minimum) of the slots: [N, 2, H, D] and twice [N, 2, H], K then V."""
+    layout = PageLayout(dim)
+    pages = history.cpu()[slots.cpu() // PAGE_TOKENS].flatten(2)
+    row = (slots.cpu() % PAGE_TOKENS).tolist()
+    both = []
+    for codes_at, meta_at in ((layout.key_codes, layout.key_meta), (layout.value_codes, layout.value_meta)):
+        size = layout.code_bytes
+        codes = torch.stack([pages[i, :, codes_at + r * size : codes_at + (r + 1) * size] for i, r in enumerate(row)])
+        meta = torch.stack([pages[i, :, meta_at + r * 4 : meta_at + (r + 1) * 4] for i, r in enumerate(row)])
+        both.append((unpack_codes(codes), meta.contiguous().view(torch.float16).double()))
+    codes = torch.stack([c for c, _ in both], 1)
+    meta = torch.stack([m for _, m in both], 1)
+    return codes.double(), meta[..., 0], meta[..., 1]
+
+
+def exact_rows(tokens):
+    """[T, 2, H, D] float64 transformed rows, K then V."""
+    recipe = tokens.recipe
+    both = ((tokens.key, recipe.key_mean, recipe.key), (tokens.value, recipe.value_mean, recipe.value))
+    return torch.stack([torch.einsum("thd,hde->the", x.double() - m.double(), a.double()) for x, m, a in both], 1).cpu()
+
+
+def check_against_twin(tokens):
+    dim = tokens.key.shape[-1]
+    got, want = written(write_triton, tokens), written(write_reference, tokens)
+    live = tokens.slots[tokens.slots >= PAGE_TOKENS]
+    codes, scale, minimum = stored_rows(got.history, live, dim)
+    twin_codes, twin_scale, twin_minimum = stored_rows(want.history, live, dim)
+    assert (codes - twin_codes).abs().max() <= 1
+    assert (codes != twin_codes).sum() <= max(4, 1e-4 * codes.numel())
+    same = (codes == twin_codes).all(-1)
+    for mine, twin in ((scale, twin_scale), (minimum, twin_minimum)):
+        close = (mine - twin).abs() <= 2e-3 * torch.maximum(twin.abs(), twin_scale)
+        assert close[same].all()
+    rows = exact_rows(tokens)[(tokens.slots >= PAGE_TOKENS).cpu()]
+    error = (codes * scale[..., None] + minimum[..., None] - rows).norm()
+    twin_error = (twin_codes * twin_scale[..., None] + twin_minimum[..., None] - rows).norm()
+    assert abs(error - twin_error) <= 1e-3 * twin_error
+    # windows: within one step of the 16-bit type of the exact row (of the largest element for sums that cancel)
+    real = ((tokens.window_slots >= WINDOW_TOKENS) & (tokens.slots >= PAGE_TOKENS)).cpu()
+    slots = tokens.window_slots.cpu()[real]
+    held = got.window.cpu()[slots // WINDOW_TOKENS, :, slots % WINDOW_TOKENS].double()
+    exact = torch.cat(exact_rows(tokens)[real].unbind(1), -1)
+    step = torch.finfo(tokens.key.dtype).eps
+    assert ((held - exact).abs() <= step * exact.abs() + 2e-4 * step * exact.abs().amax(-1, keepdim=True) + 1e-4).all()
+    untouched = torch.ones(got.window.shape[:3:2], dtype=torch.bool)
+    untouched[slots // WINDOW_TOKENS, slots % WINDOW_TOKENS] = False
+    rest = got.window.view(torch.uint8).cpu().transpose(1, 2)[untouched]
+    assert (rest == 255).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rounds", "clip", "gain"), QUANTIZERS)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim"),
+    [
+        pytest.param(1, 1, 64, id="1-token"),
+        pytest.param(17, 3, 64, id="D64"),
+        pytest.param(33, 2, 128, id="D128"),
+        pytest.param(5, 1, 256, id="D256"),
+    ],
+)
+def test_codes_scales_and_windows_match_the_twin(device, tokens, heads, dim, rounds, clip, gain, dtype):
+    recipe = recipe_of(heads, dim, rounds, clip, gain, device)
+    check_against_twin(step(tokens, heads, dim, recipe, dtype, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rounds", "clip", "gain"), QUANTIZERS)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim"), [(4097, 8, 128), (4097, 3, 64), (1000, 2, 256), (63, 8, 128), (9000, 1, 128)]
+)
+def test_large_steps_match_the_twin(tokens, heads, dim, rounds, clip, gain, dtype):
+    recipe = recipe_of(heads, dim, rounds, clip, gain, "cuda")
+    check_against_twin(step(tokens, heads, dim, recipe, dtype, "cuda"))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_only_the_bytes_of_the_written_tokens_change(device, dim):
+    layout = PageLayout(dim)
+    tokens = step(40, 2, dim, recipe_of(2, dim, rounds=2, device=device), device=device)
+    changed = torch.zeros_like(empty_caches(tokens).history, dtype=torch.bool).flatten(2)
+    for fill in (0x00, 0xFF):
+        caches = written(write_triton, tokens, empty_caches(tokens, fill))
+        changed |= caches.history.flatten(2) != fill
+        assert (caches.window[0].view(torch.uint8) == fill).all(), "the null block of the window"
+    owned = torch.zeros_like(changed)
+    for slot in tokens.slots[tokens.slots >= PAGE_TOKENS].tolist():
+        row = slot % PAGE_TOKENS
+        for at, size in (
+            (layout.key_codes, layout.code_bytes),
+            (layout.value_codes, layout.code_bytes),
+            (layout.key_meta, 4),
+            (layout.value_meta, 4),
+        ):
+            owned[slot // PAGE_TOKENS, :, at + row * size : at + (row + 1) * size] = True
+    assert not owned[0].any()
+    assert torch.equal(changed, owned)
+
+
+def test_padded_strides(device):
+    """K and V as slices of one wider projection, and caches with gaps between heads and blocks."""
+    heads, dim, count = 2, 64, 21
+    tokens = step(count, heads, dim, recipe_of(heads, dim, rounds=1, device=device), device=device)
+    fused = torch.full((count, 3 * heads + 1, dim), float("nan"), dtype=torch.bfloat16, device=device)
+    key, value = fused[:, heads : 2 * heads], fused[:, 2 * heads : 3 * heads]
+    key.copy_(tokens.key)
+    value.copy_(tokens.value)
+    plain = written(write_triton, tokens)
+    page = plain.history[0, 0].numel()
+    blocks = plain.history.shape[0]
+    storage = torch.full((heads, blocks * (page + 32) + 64), 255, dtype=torch.uint8, device=device)
+    history = storage.as_strided(plain.history.shape, (page + 32, storage.stride(0), dim // 2 + 8, 1))
+    rows = torch.full((plain.window.shape[0], heads, WINDOW_TOKENS, 2 * dim + 8), float("nan"), device=device)
+    window = rows.to(torch.bfloat16)[..., : 2 * dim]
+    written(write_triton, tokens._replace(key=key, value=value), Caches(history, window))
+    assert torch.equal(history, plain.history)
+    assert torch.equal(window.nan_to_num(7.0), plain.window.nan_to_num(7.0))
+    assert (storage[:, -64:] == 255).all()
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+@pytest.mark.parametrize("clip", [1.0, 0.9])
+def test_rows_that_are_not_finite_read_as_nan_alone(device, rounds, clip):
+    tokens = step(20, 1, 64, recipe_of(1, 64, rounds, clip, device=device), device=device, skip=False)
+    bad = {3: float("nan"), 8: float("inf"), 13: float("-inf")}
+    for row, x in bad.items():
+        tokens.key[row, 0, 5] = x
+    codes, scale, minimum = stored_rows(written(write_triton, tokens).history, tokens.slots, 64)
+    for row in range(20):
+        for kind in range(2):
+            expected = row in bad and kind == 0
+            assert bool(scale[row, kind, 0].isnan()) == expected
+            assert bool(minimum[row, kind, 0].isnan()) == expected
+            if expected:
+                assert (codes[row, kind] == 0).all()
+
+
+@pytest.mark.parametrize("rounds", [0, 4])
+@pytest.mark.parametrize("clip", [1.0, 0.92])
+def test_rows_that_are_constant_tiny_or_huge(device, rounds, clip):
+    """Identity transform, so that the stored row is known."""
+    dim = 64
+    eye = torch.eye(dim, device=device)[None].contiguous()
+    recipe = recipe_of(1, dim, rounds, clip, device=device)._replace(
+        key=eye, value=eye, key_mean=torch.zeros(1, dim, device=device), value_mean=torch.zeros(1, dim, device=device)
+    )
+    tokens = step(6, 1, dim, recipe, device=device, skip=False)
+    tokens.key[0] = 3.0
+    tokens.key[1] = 0.0
+    tokens.key[2] *= 1e-39  # subnormal
+    tokens.key[3] *= 1e6  # steps beyond fp16
+    tokens.key[4, 0, 7] = 60.0 * 2
+    tokens.key[5] = torch.tensor([0.0, 1.0, 2.0, 6.0] * (dim // 4), device=device)  # a tie at 1.0 when unclipped
+    codes, scale, minimum = stored_rows(written(write_triton, tokens).history, tokens.slots, dim)
+    restored = codes * scale[..., None] + minimum[..., None]
+    assert torch.isfinite(restored).all()
+    assert (codes[:2, 0] == 0).all()
+    assert (scale[:2, 0] == 0).all()
+    assert (restored[0, 0] == 3.0).all()
+    assert (restored[1, 0] == 0.0).all()
+    assert (restored[2, 0].abs() <= 1e-7).all()
+    assert scale[3, 0, 0] <= 65504
+    assert minimum[3, 0, 0] >= -65504
+    twin_codes, twin_scale, twin_minimum = stored_rows(written(write_reference, tokens).history, tokens.slots, dim)
+    for row in (4, 5):
+        assert torch.equal(codes[row], twin_codes[row])
+        torch.testing.assert_close(scale[row], twin_scale[row], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(minimum[row], twin_minimum[row], rtol=1e-3, atol=1e-6)
+
+
+def test_a_mean_far_above_the_spread(device):
+    """Key biases put a constant a hundred times the spread into some channels; centering must not lose the rest."""
+    recipe = recipe_of(2, 128, rounds=4, device=device)
+    mean = recipe.key_mean.clone()
+    mean[:, 7], mean[:, 90] = 150.0, -90.0
+    recipe = recipe._replace(key_mean=mean)
+    check_against_twin(step(64, 2, 128, recipe, torch.float16, device))
+
+
+def test_two_runs_are_bit_equal(device):
+    tokens = step(50, 2, 128, recipe_of(2, 128, 4, 0.94, 1.05, device), device=device)
+    first, second = written(write_triton, tokens), written(write_triton, tokens)
+    assert torch.equal(first.history, second.history)
+    assert torch.equal(first.window.view(torch.uint8), second.window.view(torch.uint8))
+
+
+def test_no_tokens_is_no_launch(device):
+    tokens = step(0, 2, 64, recipe_of(2, 64, device=device), device=device)
+    assert (written(write_triton, tokens).history == 255).all()
