@@ -178,7 +178,10 @@ def run(
         for batch, length in points:
             need = Shape(*LAYOUTS[model], batch, length).flash_bytes
             if sets_for(need) * need * 1.5 < room:
-                rows.append(decode_row(model, batch, length, bandwidth, rivals))
+                row = decode_row(model, batch, length, bandwidth, rivals)
+                rows.append(row)
+                times = " / ".join(_number(x) for x in (row.oscar, row.flash_bf16, row.flash_fp8, row.xformers))
+                console.print(f"{model}, {batch} x {length}: {times}", highlight=False)
     quantizers = ((0, 1.0), (4, 1.0), (0, 0.92))
     written = [write_row(tokens, *quantizer, bandwidth) for tokens in writes for quantizer in quantizers]
     console.print(decode_table(rows))

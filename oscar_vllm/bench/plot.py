@@ -24,8 +24,9 @@ def roofline_plot(rows: "list[DecodeRow]", bandwidth: float, device: str, path: 
     for label, field, marker, color in contenders:
         points = [(row.flash_bytes, getattr(row, field)) for row in rows if getattr(row, field)]
         if points:
-            sizes, times = zip(*points, strict=True)
-            axes.scatter(sizes, times, s=22, marker=marker, color=color, label=label, zorder=3)
+            axes.scatter(
+                [x for x, _ in points], [y for _, y in points], s=22, marker=marker, color=color, label=label, zorder=3
+            )
     exact = [row.flash_bytes for row in rows]
     limits = (
         ("BF16 at copy bandwidth", [row.flash_roofline for row in rows], "tab:red"),
