@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from caches import random_case
+from caches import Case, random_case
+
+from oscar_vllm.kernels.views import CacheView
+
+Piece = tuple[int, int, int]
+"""(request, first position, end)."""
 
 
-def gather(view, pieces, slack=0):
+def gather(view: CacheView, pieces: list[Piece], slack: int = 0) -> list[torch.Tensor]:
     """Run the kernel on (request, start, stop) pieces; returns K and V [T, H, D] and the spare rows behind them."""
     from oscar_vllm.kernels.context.triton import gather_context_triton
 
@@ -22,7 +27,7 @@ def gather(view, pieces, slack=0):
     return [x[:total] for x in out]
 
 
-def check(case, pieces, device, slack=0):
+def check(case: Case, pieces: list[Piece], device: str, slack: int = 0) -> None:
     case = case.to(device)
     got = gather(case.view, pieces, slack)
     for mine, source in zip(got, (case.keys, case.values), strict=True):
@@ -34,28 +39,28 @@ def check(case, pieces, device, slack=0):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("missing", [0.0, 0.4, 1.0], ids=lambda x: f"missing{x}")
 @pytest.mark.parametrize(("heads", "dim"), [(1, 64), (2, 128), (1, 256)])
-def test_pieces_of_several_requests(device, heads, dim, missing, dtype):
+def test_pieces_of_several_requests(device: str, heads: int, dim: int, missing: float, dtype: torch.dtype) -> None:
     case = random_case([400, 77, 131], [100, 1, 3], heads=heads, dim=dim, dtype=dtype, missing=missing, sink=64)
     check(case, [(0, 0, 300), (2, 5, 128), (1, 76, 77), (0, 127, 129)], device, slack=40)
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (16, 0), (0, 48), (16, 32), (64, 256)])
-def test_window_sizes(device, sink, recent):
+def test_window_sizes(device: str, sink: int, recent: int) -> None:
     case = random_case([290, 17], [40, 17], sink=sink, recent=recent, missing=0.2)
     check(case, [(0, 0, 250), (1, 0, 17)], device)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128, 129, 257])
-def test_lengths_around_blocks_and_pages(device, length):
+def test_lengths_around_blocks_and_pages(device: str, length: int) -> None:
     check(random_case([length], 1, sink=16, recent=16, missing=0.3), [(0, 0, length)], device)
 
 
-def test_padded_strides(device):
+def test_padded_strides(device: str) -> None:
     case = random_case([200, 90], [9, 1], heads=2, dim=64, missing=0.3, strided=True)
     check(case, [(0, 0, 191), (1, 3, 89)], device)
 
 
-def test_positions_past_a_request_are_zero(device):
+def test_positions_past_a_request_are_zero(device: str) -> None:
     case = random_case([100], 1).to(device)
     key, value = gather(case.view, [(0, 96, 112)])
     assert (key[4:] == 0).all()
@@ -65,6 +70,6 @@ def test_positions_past_a_request_are_zero(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (3, 64), (2, 256)])
-def test_long_contexts(heads, dim, dtype):
+def test_long_contexts(heads: int, dim: int, dtype: torch.dtype) -> None:
     case = random_case([9000, 3001, 1], [2000, 1, 1], heads=heads, dim=dim, dtype=dtype, missing=0.3)
     check(case, [(0, 0, 7000), (1, 1000, 3000), (2, 0, 1), (0, 4096, 8192)], "cuda")

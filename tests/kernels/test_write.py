@@ -1,6 +1,7 @@
 """The write kernel against its twin and float64, and what it must leave alone."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ QUANTIZERS = [
 ]
 
 
-def write_triton(*args):  # imported late: conftest chooses the interpreter first
+def write_triton(*args: Any) -> None:  # imported late: conftest chooses the interpreter first
     from oscar_vllm.kernels.write.triton import write_triton
 
     write_triton(*args)
@@ -41,7 +42,9 @@ class Tokens(NamedTuple):
     recipe: LayerRecipe
 
 
-def recipe_of(heads, dim, rounds=0, clip=1.0, gain=1.0, device="cpu"):
+def recipe_of(
+    heads: int, dim: int, rounds: int = 0, clip: float = 1.0, gain: float = 1.0, device: str = "cpu"
+) -> LayerRecipe:
     recipe = random_recipe(heads, dim, torch.Generator().manual_seed(torch.seed() % (1 << 62)))
     full = torch.full((heads,), clip)
     # one head without a clip beside heads with one
@@ -51,7 +54,15 @@ def recipe_of(heads, dim, rounds=0, clip=1.0, gain=1.0, device="cpu"):
     return LayerRecipe(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in recipe))
 
 
-def step(tokens, heads, dim, recipe, dtype=torch.bfloat16, device="cpu", skip=True):
+def step(
+    tokens: int,
+    heads: int,
+    dim: int,
+    recipe: LayerRecipe,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    skip: bool = True,
+) -> Tokens:
     """Random rows for random slots of both caches; about one in seven is padding or lies in the null block."""
     key = (torch.randn(tokens, heads, dim) * 2 + recipe.key_mean.cpu()).to(device, dtype)
     value = torch.randn(tokens, heads, dim).to(device, dtype)
@@ -68,24 +79,26 @@ def step(tokens, heads, dim, recipe, dtype=torch.bfloat16, device="cpu", skip=Tr
     return Tokens(key, value, slots.to(device), window_slots.to(device), recipe)
 
 
-def empty_caches(tokens, fill=255, blocks=None):
+def empty_caches(tokens: Tokens, fill: int = 255) -> Caches:
     """Both caches full of one byte value."""
     count, heads, dim = tokens.key.shape
     device = tokens.key.device
-    blocks = blocks or -(-count // PAGE_TOKENS) + 3
+    blocks = -(-count // PAGE_TOKENS) + 3
     window_blocks = -(-count // WINDOW_TOKENS) + 3
     history = torch.full((blocks, heads, PAGE_TOKENS, dim // 2 + 8), fill, dtype=torch.uint8, device=device)
     window = torch.full((window_blocks, heads, WINDOW_TOKENS, 4 * dim), fill, dtype=torch.uint8, device=device)
     return Caches(history, window.view(tokens.key.dtype))
 
 
-def written(writer, tokens, caches=None):
+def written(writer: Callable[..., None], tokens: Tokens, caches: Caches | None = None) -> Caches:
     caches = caches or empty_caches(tokens)
     writer(tokens.key, tokens.value, *caches, tokens.slots, tokens.window_slots, tokens.recipe)
     return caches
 
 
-def stored_rows(history, slots, dim):
+def stored_rows(
+    history: torch.Tensor, slots: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, scale, minimum) of the slots: [N, 2, H, D] and twice [N, 2, H], K then V."""
     layout = PageLayout(dim)
     pages = history.cpu()[slots.cpu() // PAGE_TOKENS].flatten(2)
@@ -101,14 +114,14 @@ def stored_rows(history, slots, dim):
     return codes.double(), meta[..., 0], meta[..., 1]
 
 
-def exact_rows(tokens):
+def exact_rows(tokens: Tokens) -> torch.Tensor:
     """[T, 2, H, D] float64 transformed rows, K then V."""
     recipe = tokens.recipe
     both = ((tokens.key, recipe.key_mean, recipe.key), (tokens.value, recipe.value_mean, recipe.value))
     return torch.stack([torch.einsum("thd,hde->the", x.double() - m.double(), a.double()) for x, m, a in both], 1).cpu()
 
 
-def check_against_twin(tokens):
+def check_against_twin(tokens: Tokens) -> None:
     dim = tokens.key.shape[-1]
     got, want = written(write_triton, tokens), written(write_reference, tokens)
     live = tokens.slots[tokens.slots >= PAGE_TOKENS]
@@ -148,7 +161,9 @@ def check_against_twin(tokens):
         pytest.param(5, 1, 256, id="D256"),
     ],
 )
-def test_codes_scales_and_windows_match_the_twin(device, tokens, heads, dim, rounds, clip, gain, dtype):
+def test_codes_scales_and_windows_match_the_twin(
+    device: str, tokens: int, heads: int, dim: int, rounds: int, clip: float, gain: float, dtype: torch.dtype
+) -> None:
     recipe = recipe_of(heads, dim, rounds, clip, gain, device)
     check_against_twin(step(tokens, heads, dim, recipe, dtype, device))
 
@@ -159,13 +174,15 @@ def test_codes_scales_and_windows_match_the_twin(device, tokens, heads, dim, rou
 @pytest.mark.parametrize(
     ("tokens", "heads", "dim"), [(4097, 8, 128), (4097, 3, 64), (1000, 2, 256), (63, 8, 128), (9000, 1, 128)]
 )
-def test_large_steps_match_the_twin(tokens, heads, dim, rounds, clip, gain, dtype):
+def test_large_steps_match_the_twin(
+    tokens: int, heads: int, dim: int, rounds: int, clip: float, gain: float, dtype: torch.dtype
+) -> None:
     recipe = recipe_of(heads, dim, rounds, clip, gain, "cuda")
     check_against_twin(step(tokens, heads, dim, recipe, dtype, "cuda"))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_only_the_bytes_of_the_written_tokens_change(device, dim):
+def test_only_the_bytes_of_the_written_tokens_change(device: str, dim: int) -> None:
     layout = PageLayout(dim)
     tokens = step(40, 2, dim, recipe_of(2, dim, rounds=2, device=device), device=device)
     changed = torch.zeros_like(empty_caches(tokens).history, dtype=torch.bool).flatten(2)
@@ -187,7 +204,7 @@ def test_only_the_bytes_of_the_written_tokens_change(device, dim):
     assert torch.equal(changed, owned)
 
 
-def test_padded_strides(device):
+def test_padded_strides(device: str) -> None:
     """K and V as slices of one wider projection, and caches with gaps between heads and blocks."""
     heads, dim, count = 2, 64, 21
     tokens = step(count, heads, dim, recipe_of(heads, dim, rounds=1, device=device), device=device)
@@ -210,7 +227,7 @@ def test_padded_strides(device):
 
 @pytest.mark.parametrize("rounds", [0, 3])
 @pytest.mark.parametrize("clip", [1.0, 0.9])
-def test_rows_that_are_not_finite_read_as_nan_alone(device, rounds, clip):
+def test_rows_that_are_not_finite_read_as_nan_alone(device: str, rounds: int, clip: float) -> None:
     tokens = step(20, 1, 64, recipe_of(1, 64, rounds, clip, device=device), device=device, skip=False)
     bad = {3: float("nan"), 8: float("inf"), 13: float("-inf")}
     for row, x in bad.items():
@@ -227,7 +244,7 @@ def test_rows_that_are_not_finite_read_as_nan_alone(device, rounds, clip):
 
 @pytest.mark.parametrize("rounds", [0, 4])
 @pytest.mark.parametrize("clip", [1.0, 0.92])
-def test_rows_that_are_constant_tiny_or_huge(device, rounds, clip):
+def test_rows_that_are_constant_tiny_or_huge(device: str, rounds: int, clip: float) -> None:
     """Identity transform, so that the stored row is known."""
     dim = 64
     eye = torch.eye(dim, device=device)[None].contiguous()
@@ -258,7 +275,7 @@ def test_rows_that_are_constant_tiny_or_huge(device, rounds, clip):
         torch.testing.assert_close(minimum[row], twin_minimum[row], rtol=1e-3, atol=1e-6)
 
 
-def test_a_mean_far_above_the_spread(device):
+def test_a_mean_far_above_the_spread(device: str) -> None:
     """Key biases put a constant a hundred times the spread into some channels; centering must not lose the rest."""
     recipe = recipe_of(2, 128, rounds=4, device=device)
     mean = recipe.key_mean.clone()
@@ -267,13 +284,13 @@ def test_a_mean_far_above_the_spread(device):
     check_against_twin(step(64, 2, 128, recipe, torch.float16, device))
 
 
-def test_two_runs_are_bit_equal(device):
+def test_two_runs_are_bit_equal(device: str) -> None:
     tokens = step(50, 2, 128, recipe_of(2, 128, 4, 0.94, 1.05, device), device=device)
     first, second = written(write_triton, tokens), written(write_triton, tokens)
     assert torch.equal(first.history, second.history)
     assert torch.equal(first.window.view(torch.uint8), second.window.view(torch.uint8))
 
 
-def test_no_tokens_is_no_launch(device):
+def test_no_tokens_is_no_launch(device: str) -> None:
     tokens = step(0, 2, 64, recipe_of(2, 64, device=device), device=device)
     assert (written(write_triton, tokens).history == 255).all()
