@@ -46,14 +46,15 @@ class OscarConfig(BaseModel):
                 f'additional_config must be a JSON object such as {{"{KEY}": {{"sink": 64}}}}, '
                 f"not a {type(additional).__name__}"
             )
-        near = difflib.get_close_matches(KEY, [key for key in additional if key != KEY], cutoff=0.6)
+        others = {str(key).lower(): key for key in additional if key != KEY}
+        near = difflib.get_close_matches(KEY, others, cutoff=0.6)
         if near:
-            raise OscarConfigError(f'additional_config has no option "{near[0]}"; did you mean "{KEY}"?')
+            raise OscarConfigError(f'additional_config has no option "{others[near[0]]}"; did you mean "{KEY}"?')
         section = additional.get(KEY, {})
         if not isinstance(section, dict):
             raise OscarConfigError(f'"{KEY}" in additional_config must be a JSON object, not {section!r}')
         try:
-            return cls(**section)
+            return cls(**{str(name): value for name, value in section.items()})
         except ValidationError as error:
             problem = error.errors()[0]
             name = ".".join(str(part) for part in problem["loc"])
