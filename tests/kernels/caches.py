@@ -141,9 +141,7 @@ def random_case(
     query[..., int(torch.randint(dim, (1,), generator=gen))] *= query_spike
     query[sum(counts) :] = float("nan")  # rows of no request
     query_start = torch.tensor([0, *counts]).cumsum(0).int()
-    view = CacheView(
-        history, window, block_table, window_table, torch.tensor(lengths).int(), query_start, sink, recent
-    )
+    view = CacheView(history, window, block_table, window_table, torch.tensor(lengths).int(), query_start, sink, recent)
     recipe = random_recipe(heads, dim, gen)
     bucket = max_query_len or max(1, *counts)
     return Case(query.to(dtype), view, recipe, dim**-0.5, bucket, keys, values)

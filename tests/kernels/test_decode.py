@@ -7,18 +7,15 @@ from caches import Case, attend_float64, random_case, relative_error
 from oscar_vllm.kernels.decode.triton import attend_triton, decode_triton
 from oscar_vllm.kernels.merge.triton import merge_triton
 
-gpu_only = pytest.mark.parametrize(
-    "device", [pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])]
-)  # fmt: skip
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+gpu_only = pytest.mark.parametrize("device", [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 
 
 def attend(case: Case, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of a case, NaN where nothing was written."""
     out = torch.full(case.query.shape, float("nan"), dtype=dtype, device=case.query.device)
     lse = torch.full(case.query.shape[:2], float("nan"), dtype=torch.float32, device=case.query.device)
-    attend_triton(
-        case.query, case.view, case.recipe, case.scale, max_query_len=case.max_query_len, out=out, lse=lse
-    )
+    attend_triton(case.query, case.view, case.recipe, case.scale, max_query_len=case.max_query_len, out=out, lse=lse)
     return out, lse
 
 
@@ -179,9 +176,7 @@ def test_offsets_beyond_32_bits(device: str) -> None:
 
     history, block_table = move(view.history, view.block_table)
     window, window_table = move(view.window, view.window_table)
-    case.view = view._replace(
-        history=history, block_table=block_table, window=window, window_table=window_table
-    )
+    case.view = view._replace(history=history, block_table=block_table, window=window, window_table=window_table)
     check(case, *attend(case))
 
 

@@ -8,9 +8,9 @@ One warp, so that the tensor cores take their A operand from registers, where th
 - output: fp16 codes (see ``unpack.py``), transposed while they are loaded, times the probabilities, which carry the
   token's value scale; the minimum contributes ``sum(p * minimum)`` to every channel alike.
 
-Probabilities are scaled by 2**8 against fp16 underflow: ``256 * scale`` must stay below 65504, so value scales up to 255
-are exact and larger ones overflow. A tile is ``ROWS`` rows of ``RATIO`` tokens (two tokens a row at D = 64, so that a row
-is never under 32 bytes); with RATIO 2 the columns hold the even tokens' probabilities, then the odd tokens'.
+Probabilities are scaled by 2**8 against fp16 underflow: ``256 * scale`` must stay below 65504, so value scales up to
+255 are exact and larger ones overflow. A tile is ``ROWS`` rows of ``RATIO`` tokens (two tokens a row at D = 64, so that
+a row is never under 32 bytes); with RATIO 2 the columns hold the even tokens' probabilities, then the odd tokens'.
 """
 
 import triton
@@ -26,7 +26,7 @@ _BLOCK = tl.constexpr(WINDOW_TOKENS)
 
 @triton.jit
 def _query_operand(codes, FIELD: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr):  # fmt: skip # noqa: E501
-    """int8 operand [bytes of a row, RATIO * N * 2] of one code field; columns ordered (token of the row, column, half)."""
+    """int8 operand [bytes of a row, RATIO * N * 2] of one code field; columns are (token of the row, column, half)."""
     BYTES: tl.constexpr = D // 4
     x = tl.arange(0, RATIO * N * 2)
     k = tl.arange(0, BYTES * RATIO)
@@ -63,7 +63,7 @@ def _tile(
     q_sum,
     to_log2,
     m,
-    l,
+    norm,
     z,
     a0,
     a1,
@@ -141,7 +141,7 @@ def _tile(
         pv_odd = p_odd * meta_scale(v_odd)[:, None]
         pv = tl.reshape(tl.permute(tl.join(pv, pv_odd), (0, 2, 1)), (ROWS, RATIO * N))
     # Summed over the 16-row pieces only: what is left crosses lanes once, after the last tile.
-    l = l * alpha[None, :] + tl.sum(tl.reshape(p_sum, (ROWS // 16, 16, N)), 0)
+    norm = norm * alpha[None, :] + tl.sum(tl.reshape(p_sum, (ROWS // 16, 16, N)), 0)
     z = z * alpha[None, :] + tl.sum(tl.reshape(p_min, (ROWS // 16, 16, N)), 0)
     pv = pv.to(tl.float16)
     if RATIO == 2:
@@ -155,7 +155,7 @@ def _tile(
     a5 = tl.dot(value_field(values, 5, ASM), pv, a5 * alpha)
     a6 = tl.dot(value_field(values, 6, ASM), pv, a6 * alpha)
     a7 = tl.dot(value_field(values, 7, ASM), pv, a7 * alpha)
-    return m_new, l, z, a0, a1, a2, a3, a4, a5, a6, a7
+    return m_new, norm, z, a0, a1, a2, a3, a4, a5, a6, a7
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def history_item(
     q2 = _query_operand(codes, 2, D, COLUMNS, N, RATIO)
     q3 = _query_operand(codes, 3, D, COLUMNS, N, RATIO)
     m = tl.full([N], -1e30, tl.float32)
-    l = tl.zeros([16, N], tl.float32)
+    norm = tl.zeros([16, N], tl.float32)
     z = tl.zeros([16, N], tl.float32)
     a0 = tl.zeros([WORDS, N * RATIO], tl.float32)
     a1 = tl.zeros([WORDS, N * RATIO], tl.float32)
@@ -239,16 +239,16 @@ def history_item(
         base = pages + block.to(tl.int64) * stride_block
         block = tl.load(table + tl.minimum(i + 1, hi - 1) // PER_PAGE)
         pos = i * TILE + tl.arange(0, ROWS) * RATIO
-        m, l, z, a0, a1, a2, a3, a4, a5, a6, a7 = _tile(
+        m, norm, z, a0, a1, a2, a3, a4, a5, a6, a7 = _tile(
             base, (i % PER_PAGE) * ROWS, pos, (i < plain) | (i >= plain_end),
             window_table, window_width, length, sink, recent_start, limit, q0, q1, q2, q3, q_sum, to_log2,
-            m, l, z, a0, a1, a2, a3, a4, a5, a6, a7, D, ROWS, N, RATIO, ASM,
+            m, norm, z, a0, a1, a2, a3, a4, a5, a6, a7, D, ROWS, N, RATIO, ASM,
         )  # fmt: skip
 
-    l = tl.sum(l, 0)
+    norm = tl.sum(norm, 0)
     z = tl.sum(z, 0)
-    some = ~(l == 0.0)  # true for NaN
-    inverse = 1.0 / tl.where(some, l, 1.0)
+    some = ~(norm == 0.0)  # true for NaN
+    inverse = 1.0 / tl.where(some, norm, 1.0)
     offset_all = z * inverse
     unit = inverse * 16777216.0  # fields 0..4 carry 4**field * 2**-24, fields 5..7 start over
     _store_field(acc, a0, 0, unit, offset_all, D, COLUMNS, N, RATIO)
@@ -259,5 +259,5 @@ def history_item(
     _store_field(acc, a5, 5, unit, offset_all, D, COLUMNS, N, RATIO)
     _store_field(acc, a6, 6, unit * 0.25, offset_all, D, COLUMNS, N, RATIO)
     _store_field(acc, a7, 7, unit * 0.0625, offset_all, D, COLUMNS, N, RATIO)
-    log2_sum = tl.where(some, m * to_log2 + tl.log2(tl.where(some, l, 1.0)) - 8.0, float("-inf"))
+    log2_sum = tl.where(some, m * to_log2 + tl.log2(tl.where(some, norm, 1.0)) - 8.0, float("-inf"))
     tl.store(lse + n, log2_sum, mask=n < COLUMNS)

@@ -3,7 +3,7 @@
 
 Every (request, head) has two *items*: its history tiles, then its window blocks. All items lie behind one another on
 one line, each as long as the bytes it reads (plus a start-up cost), and the line is cut into equal chunks, one a
-program. So one launch of one wave serves every batch, short and long requests mixed, and nothing is decided on the host.
+program. So one launch of one wave serves every batch, short and long requests mixed, with nothing decided on the host.
 A tile belongs to the program in whose chunk it starts. A program leaves one partial result per item it touches: program
 ``p`` and item ``i`` use slot ``p + i``, which no other pair uses because both only grow along the line.
 

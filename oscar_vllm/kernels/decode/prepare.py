@@ -114,6 +114,11 @@ def _query_rows(
     TRANSFORM: tl.constexpr,
 ):
     """M rows (request, query column) of one KV head."""
+    d = tl.arange(0, D)
+    if TRANSFORM:
+        matrix += head.to(tl.int64) * matrix_stride_head
+        if K == D:  # on its way while the chain of small loads below runs
+            whole = tl.load(matrix + d[:, None] * matrix_stride_row + d[None, :])
     row = block * M + tl.arange(0, M)
     request = row // (GROUP * QUERY_LEN)
     column = row % (GROUP * QUERY_LEN)
@@ -125,15 +130,17 @@ def _query_rows(
     live = inside & (token < new) & (length > 0)
     at = (first_token + token).to(tl.int64) * query_stride_token
     at = query + at + (head * GROUP + column % GROUP).to(tl.int64) * query_stride_head
-    d = tl.arange(0, D)
     if TRANSFORM:
         q = tl.zeros([M, D], tl.float32)
-        matrix += head.to(tl.int64) * matrix_stride_head
-        for start in tl.range(0, D, K, num_stages=2):
-            k = start + tl.arange(0, K)
-            x = tl.load(at[:, None] + k[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-            b = tl.load(matrix + k[:, None] * matrix_stride_row + d[None, :])
-            q = tl.dot(x, b, q, input_precision="tf32x3")
+        if K == D:
+            x = tl.load(at[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+            q = tl.dot(x, whole, q, input_precision="tf32x3")
+        else:
+            for start in tl.range(0, D, K, num_stages=2):
+                k = start + tl.arange(0, K)
+                x = tl.load(at[:, None] + k[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+                part = tl.load(matrix + k[:, None] * matrix_stride_row + d[None, :])
+                q = tl.dot(x, part, q, input_precision="tf32x3")
     else:
         q = tl.load(at[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-20)
@@ -278,7 +285,7 @@ def prepare(
         D=dim,
         N=n,
         M=16,
-        K=min(dim, 64),
+        K=dim if dim <= 128 else 64,
         TRANSFORM=transform is not None,
         REQUESTS=plan.requests_pad,
         TILE=plan.tile,

@@ -78,9 +78,7 @@ def _decode_kernel(
     while cursor < stop:
         new = tl.load(query_start + request + 1) - tl.load(query_start + request)
         length = tl.load(seq_lens + request)
-        history_cost, window_cost = item_costs(
-            length, new, sink, recent, TILE, TILE_COST, BLOCK_COST, ITEM_COST
-        )
+        history_cost, window_cost = item_costs(length, new, sink, recent, TILE, TILE_COST, BLOCK_COST, ITEM_COST)
         cost = history_cost + window_cost
         if cost == 0:
             request += 1
@@ -102,13 +100,10 @@ def _decode_kernel(
                     whole = all_present(
                         window_blocks_of, window_width, recent_start // BLOCK, (length + BLOCK - 1) // BLOCK
                     )
-                    if whole:
-                        hi = (recent_start + TILE - 1) // TILE
-                    else:
-                        hi = (length + TILE - 1) // TILE
-                if lo < sink // TILE:
-                    if all_present(window_blocks_of, window_width, 0, (tl.minimum(sink, length) + BLOCK - 1) // BLOCK):
-                        lo = sink // TILE
+                    hi = (tl.where(whole, recent_start, length) + TILE - 1) // TILE
+                if lo < sink // TILE:  # likewise those inside the sink
+                    sink_end = (tl.minimum(sink, length) + BLOCK - 1) // BLOCK
+                    lo = tl.where(all_present(window_blocks_of, window_width, 0, sink_end), sink // TILE, lo)
                 if lo < hi:
                     history_item(
                         codes + operand * (2 * D * N), factors + operand * (3 * N),
@@ -160,7 +155,15 @@ class _Shape:
         self.warps = 2 if self.columns_pad == 16 and head_size == 256 else 1
         self.stages = 3
         self.window_stages = 2
+        self.registers: int | None = None
         self.programs_per_processor = 8 // self.warps
+
+
+def _launch_options(device: torch.device, shape: _Shape) -> dict[str, bool | int]:
+    options: dict[str, bool | int] = {**dependent_launch(device)}
+    if shape.registers and use_inline_ptx(device):
+        options["maxnreg"] = shape.registers
+    return options
 
 
 def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, programs: int | None = None) -> SplitPlan:
@@ -203,8 +206,8 @@ def decode_triton(
     """Partial attention results of a batch of decodes over everything in the caches, this step's tokens included.
 
     Args:
-        query: [T, Hq, D] queries of any float dtype, last dimension contiguous, the tokens of R requests in order. Token
-            i of the n of a request sees positions below ``length - n + i + 1``.
+        query: [T, Hq, D] queries of any float dtype, last dimension contiguous, the tokens of R requests in order.
+            Token i of the n of a request sees positions below ``length - n + i + 1``.
         view: the caches and tables of the R requests.
         scale: softmax scale.
         max_query_len: most query tokens of a request, at most 8.
@@ -264,7 +267,7 @@ def decode_triton(
         FLOAT_DOT=query.device.type == "cpu",
         PDL=use_dependent_launch(query.device),
         num_warps=shape.warps,
-        **dependent_launch(query.device),
+        **_launch_options(query.device, shape),
     )
     return Partials(output, lse, operands.plan, plan)
 

@@ -21,7 +21,7 @@ def key_field(codes, FIELD: tl.constexpr, ASM: tl.constexpr):
             return tl.inline_asm_elementwise(
                 f"and.b32 $0, $1, {WIDE};", "=r,r", [codes], dtype=tl.int8, is_pure=True, pack=4
             )
-        else:
+        else:  # noqa: RET505 (device code: the branch is chosen when it is compiled)
             return tl.inline_asm_elementwise(
                 f"{{.reg .b32 t; shr.u32 t, $1, {SHIFT}; and.b32 $0, t, {WIDE};}}",
                 "=r,r",
@@ -45,7 +45,7 @@ def value_field(words, FIELD: tl.constexpr, ASM: tl.constexpr):
             return tl.inline_asm_elementwise(
                 f"and.b32 $0, $1, {WIDE};", "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
             )
-        else:
+        else:  # noqa: RET505 (device code: the branch is chosen when it is compiled)
             return tl.inline_asm_elementwise(
                 f"{{.reg .b32 t; shr.u32 t, $1, {SHIFT}; and.b32 $0, t, {WIDE};}}",
                 "=r,r",

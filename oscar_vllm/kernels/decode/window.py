@@ -23,7 +23,7 @@ def _dot(a, b, acc, FLOAT_DOT: tl.constexpr):
     """16-bit product on tensor cores, or in float32 for the interpreter, which takes bfloat16 for integers."""
     if FLOAT_DOT:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
+    else:  # noqa: RET505 (device code: the branch is chosen when it is compiled)
         return tl.dot(a, b, acc)
 
 
@@ -72,7 +72,7 @@ def window_item(
     q_low = tl.load(halves + (n[None, :] + N) * D + d[:, None], mask=real, other=0.0)
     to_log2 = tl.load(factors + 2 * N + n, mask=n < COLUMNS, other=0.0)
     m = tl.full([N], -1e30, tl.float32)
-    l = tl.zeros([_BLOCK, N], tl.float32)
+    norm = tl.zeros([_BLOCK, N], tl.float32)
     a = tl.zeros([D, N], tl.float32)
     for j in tl.range(lo, hi, num_stages=STAGES):
         pos = at * _BLOCK + t
@@ -92,16 +92,16 @@ def window_item(
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2((m - m_new) * to_log2)
         p = tl.where(ok, tl.exp2((s - m_new[None, :]) * to_log2[None, :]), 0.0)
-        l = l * alpha[None, :] + p
+        norm = norm * alpha[None, :] + p
         p_high, p_low = _two_halves(p, DTYPE)
         a = _dot(values, p_high, a * alpha[None, :], FLOAT_DOT)
         a = _dot(values, p_low, a, FLOAT_DOT)
         m = m_new
 
-    l = tl.sum(l, 0)
-    some = ~(l == 0.0)  # true for NaN
-    a = a / tl.where(some, l, 1.0)[None, :]
+    norm = tl.sum(norm, 0)
+    some = ~(norm == 0.0)  # true for NaN
+    a = a / tl.where(some, norm, 1.0)[None, :]
     place = (d % 8) * (D // 8) + d // 8
     tl.store(acc + n[None, :] * D + place[:, None], a, mask=(n < COLUMNS)[None, :])
-    log2_sum = tl.where(some, m * to_log2 + tl.log2(tl.where(some, l, 1.0)), float("-inf"))
+    log2_sum = tl.where(some, m * to_log2 + tl.log2(tl.where(some, norm, 1.0)), float("-inf"))
     tl.store(lse + n, log2_sum, mask=n < COLUMNS)

@@ -13,6 +13,15 @@ from oscar_vllm.kernels.decode.prepare import PLAN_FIELDS
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 
+@triton.jit
+def _repeat(x, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """[ROWS] -> [PARTS * ROWS], one copy after another."""
+    if PARTS == 1:
+        return x
+    else:  # noqa: RET505 (device code: the branch is chosen when it is compiled)
+        return tl.reshape(tl.broadcast_to(x[None, :], (PARTS, ROWS)), (PARTS * ROWS,))
+
+
 @triton.jit(do_not_specialize=["requests", "programs"])
 def _merge_kernel(
     partial,
@@ -47,14 +56,15 @@ def _merge_kernel(
     FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STAGES: tl.constexpr,
     CHANNELS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ROWS rows (request, query column) of one KV head, CHANNELS output channels.
 
-    PARTS threads-groups share the splits of a row, SPLITS of each in flight; a group's rows follow the other's.
+    Weights come from the log-sum-exps alone; then PARTS groups of threads share the splits of the rows.
     """
     M: tl.constexpr = ROWS * PARTS
     LANES: tl.constexpr = HEADS * COLUMN_BLOCKS
@@ -66,8 +76,7 @@ def _merge_kernel(
     offset = tl.load(mean + head * mean_stride_head + c)
     if PDL:  # what comes before does not depend on the decode kernel
         gdc_wait()
-    part = tl.arange(0, M) // ROWS
-    row = tl.program_id(0) * ROWS + tl.arange(0, M) % ROWS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = row // (GROUP * QUERY_LEN)
     column = row % (GROUP * QUERY_LEN)
     inside = request < requests
@@ -81,7 +90,6 @@ def _merge_kernel(
     start = tl.load(line + programs * FIELDS + request, mask=inside, other=0)
     history_cost, window_cost = item_costs(length, new, sink, recent, TILE, TILE_COST, BLOCK_COST, ITEM_COST)
     lane = head * COLUMN_BLOCKS + column // COLUMNS
-    item = 2 * (request * LANES + lane)
     start += lane * (history_cost + window_cost)
     first = start // chunk
     last = (start + tl.maximum(history_cost - 1, 0)) // chunk
@@ -89,66 +97,50 @@ def _merge_kernel(
     window_first = (start + history_cost) // chunk
     window_last = (start + history_cost + window_cost - 1) // chunk
     has_window = window_cost > 0
-    count = tl.where(has_window, window_last - first + 2, histories)
+    count = tl.where(live, tl.where(has_window, window_last - first + 2, histories), 0)
     gap = tl.where(has_window & (window_first > last), histories, -1)  # a slot between the two that nobody owns
-    first += item
+    place = (first + 2 * (request * LANES + lane)).to(tl.int64) * COLUMNS + column % COLUMNS
+    most = tl.max(count, 0)
+
+    m = tl.full([ROWS], -1e30, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    for at in tl.range(0, most, SLOTS, num_stages=1):
+        s = at + tl.arange(0, SLOTS)[:, None]
+        there = (s < count[None, :]) & (s != gap[None, :])
+        e = tl.load(partial_lse + place[None, :] + s * COLUMNS, mask=there, other=float("-inf"))
+        m_new = tl.maximum(m, tl.max(e, 0))
+        norm = norm * tl.exp2(m - m_new) + tl.sum(tl.exp2(e - m_new[None, :]), 0)
+        m = m_new
+    total = tl.where(norm == 0.0, 1.0, norm)
 
     # Every thread keeps its own channels of a row and walks its share of the splits: nothing crosses threads.
-    m = tl.full([M], -1e30, tl.float32)
-    l = tl.zeros([M], tl.float32)
+    part = tl.arange(0, M) // ROWS
+    top = _repeat(m, ROWS, PARTS)
+    count = _repeat(count, ROWS, PARTS)
+    gap = _repeat(gap, ROWS, PARTS)
+    slot = _repeat(place, ROWS, PARTS) + part * COLUMNS
     o = tl.zeros([M, D], tl.float32)
-    place = first.to(tl.int64) * COLUMNS + column % COLUMNS
-    for at in tl.range(0, tl.max(tl.where(live, count, 0), 0), SPLITS * PARTS, num_stages=1):
-        m_new = m
-        for u in tl.static_range(SPLITS):
-            s = at + u * PARTS + part
-            there = live & (s < count) & (s != gap)
-            e = tl.load(partial_lse + place + s * COLUMNS, mask=there, other=float("-inf"))
-            m_new = tl.maximum(m_new, e)
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha
-        o = o * alpha[:, None]
-        for u in tl.static_range(SPLITS):
-            s = at + u * PARTS + part
-            there = live & (s < count) & (s != gap)
-            slot = place + s * COLUMNS
-            e = tl.load(partial_lse + slot, mask=there, other=float("-inf"))
-            x = tl.load(partial + slot[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
-            x = tl.where((e == float("-inf"))[:, None], 0.0, x)  # an empty part's output is not written
-            weight = tl.exp2(e - m_new)
-            l += weight
-            o += x * weight[:, None]
-        m = m_new
-    if PARTS > 1:
-        top = tl.max(tl.reshape(m, (PARTS, ROWS)), 0)
-        weight = tl.exp2(m - tl.reshape(tl.broadcast_to(top[None, :], (PARTS, ROWS)), (M,)))
-        total = tl.sum(tl.reshape(l * weight, (PARTS, ROWS)), 0)
-        every = tl.reshape(tl.broadcast_to(total[None, :], (PARTS, ROWS)), (M,))
-        o = o * (weight / tl.where(every == 0.0, 1.0, every))[:, None]
-    else:
-        top = m
-        total = l
-        o = o / tl.where(l == 0.0, 1.0, l)[:, None]
+    for i in tl.range(0, (most + PARTS - 1) // PARTS, num_stages=STAGES):
+        s = i * PARTS + part
+        there = (s < count) & (s != gap)
+        e = tl.load(partial_lse + slot, mask=there, other=float("-inf"))
+        x = tl.load(partial + slot[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
+        weight = tl.exp2(e - top)
+        o += tl.where((e == float("-inf"))[:, None], 0.0, x * weight[:, None])  # an empty part's output is not written
+        slot += PARTS * COLUMNS
+    o = o / _repeat(total, ROWS, PARTS)[:, None]
 
     y = tl.dot(o, b, input_precision="tf32x3")
     if PARTS > 1:
         y = tl.sum(tl.reshape(y, (PARTS, ROWS, CHANNELS)), 0)
     y += offset[None, :]
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    request = row // (GROUP * QUERY_LEN)
-    column = row % (GROUP * QUERY_LEN)
-    inside = request < requests
-    first_token = tl.load(query_start + request, mask=inside, other=0)
-    new = tl.load(query_start + request + 1, mask=inside, other=0) - first_token
-    length = tl.load(seq_lens + request, mask=inside, other=0)
-    live = inside & (length > 0) & (column // GROUP < new)
     token = (first_token + column // GROUP).to(tl.int64)
     query_head = head * GROUP + column % GROUP
     place = token * out_stride_token + query_head * out_stride_head
     tl.store(out + place[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=live[:, None])
-    if HAS_LSE:
+    if HAS_LSE:  # noqa: SIM102
         if tl.program_id(2) == 0:
-            natural = (top + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453
+            natural = (m + tl.log2(total)) * 0.6931471805599453
             tl.store(lse + token * lse_stride_token + query_head, natural, mask=live)
 
 
@@ -206,7 +198,8 @@ def merge_triton(
         FIELDS=PLAN_FIELDS,
         ROWS=block,
         PARTS=16 // block,
-        SPLITS=8 if dim <= 128 else 4,
+        SLOTS=64,
+        STAGES=6 if dim <= 128 else 4,
         CHANNELS=channels,
         HAS_LSE=lse is not None,
         PDL=use_dependent_launch(out.device),
