@@ -37,7 +37,7 @@ def _backend_member() -> Any:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     register()
-    return AttentionBackendEnum[BACKEND]  # type: ignore[misc]
+    return AttentionBackendEnum[BACKEND]
 
 
 def _reduce(protocol: int) -> tuple[Any, tuple[()]]:
@@ -51,7 +51,7 @@ def register() -> None:
 
     check_vllm_version(vllm.__version__)
     if BACKEND not in AttentionBackendEnum.__members__:
-        register_backend(BACKEND, BACKEND_PATH)  # type: ignore[arg-type]
-        # A spawned engine unpickles its configuration before it loads plugins: the member brings its registration along.
-        AttentionBackendEnum[BACKEND].__reduce_ex__ = _reduce  # type: ignore[misc]
+        register_backend(BACKEND, BACKEND_PATH)
+        # A spawned engine unpickles its configuration before it loads plugins: the member brings its registration.
+        AttentionBackendEnum[BACKEND].__reduce_ex__ = _reduce
     prepare_platform()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -12,6 +13,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from oscar_vllm.backend.startup_log import log_startup
+from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS
 from oscar_vllm.kernels.decode.reference import DecodePlan
 
@@ -47,14 +50,14 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        assert self.reorder_batch_threshold is not None
-        self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_QUERY_TOKENS)
+        self.reorder_batch_threshold: int = min(self.reorder_batch_threshold or 1, MAX_QUERY_TOKENS)
+        if kv_cache_spec.block_size == PAGE_TOKENS and get_tensor_model_parallel_rank() == 0:
+            log_startup(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> OscarMetadata:
         common = common_attn_metadata
-        assert self.reorder_batch_threshold is not None
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold
         )

@@ -4,9 +4,10 @@ Both live here because importing this module registers them with vLLM, and unpic
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -50,14 +51,19 @@ def window_spec(
     *,
     num_kv_heads: int,
     head_size: int,
-    dtype: Any,
+    dtype: torch.dtype,
     sink: int,
     recent: int,
     lookahead: int,
     steps_in_flight: int,
 ) -> OscarWindowSpec:
     """The window spec of a layer, padded to the INT2 page so that both groups share vLLM's one block pool."""
-    spec = OscarWindowSpec(
+    page_bytes = num_kv_heads * PageLayout(head_size).page_bytes
+    if 2 * head_size * dtype.itemsize * WINDOW_TOKENS * num_kv_heads > page_bytes:
+        raise ValueError(
+            f"OSCAR keeps its window in 16-bit floats and the model computes in {dtype}: serve it with --dtype bfloat16"
+        )
+    return OscarWindowSpec(
         block_size=WINDOW_TOKENS,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
@@ -66,13 +72,8 @@ def window_spec(
         recent_tokens=recent,
         lookahead_tokens=lookahead,
         steps_in_flight=steps_in_flight,
+        page_size_padded=page_bytes,
     )
-    page_bytes = num_kv_heads * PageLayout(head_size).page_bytes
-    if spec.unpadded_page_size_bytes > page_bytes:
-        raise ValueError(
-            f"OSCAR keeps its window in 16-bit floats and the model computes in {dtype}; serve it with --dtype bfloat16"
-        )
-    return replace(spec, page_size_padded=page_bytes)
 
 
 class OscarWindowManager(SingleTypeKVCacheManager):
@@ -110,13 +111,15 @@ class OscarWindowManager(SingleTypeKVCacheManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        held = len(self.req_to_blocks.get(request_id, ()))
-        start = max(held, total_computed_tokens // self.block_size)
+        table = self.req_to_blocks.get(request_id, ())
+        start = max(len(table), total_computed_tokens // self.block_size)
         end = cdiv(num_tokens, self.block_size)
         blocks = sum(self._real(start, end, num_tokens_main_model))
         if apply_admission_cap:
-            # A chunked prefill passes through more blocks than its last step holds.
-            blocks = max(blocks, min(end - start, self.max_real_blocks))
+            # A chunked prefill passes through more blocks than its last step holds; those it holds or hits are among
+            # the most it can hold, so a hit never asks for more of the pool than the same prompt without one.
+            there = sum(not block.is_null for blocks_there in (table, new_computed_blocks) for block in blocks_there)
+            blocks = max(blocks, min(end - start, self.max_real_blocks - there))
         return blocks + self._get_num_evictable_blocks(new_computed_blocks)
 
     def add_local_computed_blocks(

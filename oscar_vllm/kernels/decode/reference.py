@@ -19,7 +19,7 @@ class DecodePlan(NamedTuple):
 
     active: torch.Tensor
     """[R, N] bool, query tokens that exist (N = max_query_len)."""
-    index: torch.Tensor
+    row: torch.Tensor
     """[R, N] int64 row of each query token, in range also where it does not exist."""
     limit: torch.Tensor
     """[R, N] int64 positions below it are seen by the query token."""
@@ -44,7 +44,7 @@ def plan_decode(view: CacheView, max_query_len: int, tokens: int) -> DecodePlan:
     new = torch.where(lengths > 0, view.query_start[1:] - view.query_start[:-1], 0).long()
     step = torch.arange(max_query_len, device=device)
     active = step < new[:, None]
-    index = (view.query_start[:-1, None].long() + step).clamp(max=tokens - 1)
+    row = (view.query_start[:-1, None].long() + step).clamp(max=tokens - 1)
     limit = torch.where(active, (lengths - new)[:, None] + step + 1, 0)
     pages = -(-int(lengths.max()) // PAGE_TOKENS)
     positions = torch.arange(pages * PAGE_TOKENS, device=device)
@@ -63,7 +63,7 @@ def plan_decode(view: CacheView, max_query_len: int, tokens: int) -> DecodePlan:
     window_rows, _ = window_valid(view, window_positions)
     return DecodePlan(
         active=active,
-        index=index,
+        row=row,
         limit=limit,
         end=pages * PAGE_TOKENS,
         blocks=blocks,
@@ -156,7 +156,7 @@ def attend_reference(
     if plan is None:
         plan = plan_decode(view, max_query_len, tokens)
     heads = recipe.key.shape[0]
-    padded = transform_queries_reference(query, recipe.query)[plan.index] * scale
+    padded = transform_queries_reference(query, recipe.query)[plan.row] * scale
     padded = padded.unflatten(2, (heads, -1)).transpose(1, 2)  # [R, H, N, G, D]
     tile = max(1, TILE_ELEMENTS // (requests * heads * dim * 2 * PAGE_TOKENS)) * PAGE_TOKENS
     parts = [
@@ -164,7 +164,7 @@ def attend_reference(
     ]
     parts.append(_window_segment(padded, view, plan))
     output, total = merge_partials(parts)
-    rows, kept = plan.index[plan.active], plan.active
+    rows, kept = plan.row[plan.active], plan.active
     out[rows] = map_back(output.transpose(1, 2).reshape(requests, -1, query_heads, dim)[kept], recipe).to(out.dtype)
     if lse is not None:
         lse[rows] = total.transpose(1, 2).reshape(requests, -1, query_heads)[kept]

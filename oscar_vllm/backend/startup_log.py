@@ -1,0 +1,40 @@
+"""The start-up log block: what is served with which recipe, and what the memory holds."""
+
+import logging
+from typing import Any
+
+from oscar_vllm.backend.recipes import load_recipe
+from oscar_vllm.cache.capacity import tokens_that_fit
+from oscar_vllm.cache.layout import FORMAT_VERSION, PageLayout, bits_per_element
+from oscar_vllm.config import OscarConfig
+
+logger = logging.getLogger("vllm.oscar")
+
+
+def describe(vllm_config: Any, pool_blocks: int) -> list[str]:
+    """The lines of the block for a pool of ``pool_blocks`` blocks."""
+    config = OscarConfig.from_additional_config(vllm_config.additional_config)
+    recipe = load_recipe(vllm_config)
+    metadata, head_size = recipe.metadata, recipe.geometry.head_size
+    tokens = vllm_config.model_config.max_model_len
+    layout = PageLayout(head_size)
+    bits = bits_per_element(head_size, tokens, config.sink + config.recent)
+    fit = tokens_that_fit(pool_blocks, tokens, config.sink, config.recent)
+    dense = pool_blocks * layout.page_bytes // (2 * 2 * head_size)
+    source = f"calibrated on {metadata.tokens:,} tokens" if metadata.tokens else "not calibrated"
+    centered = "centered" if metadata.centered else "NOT centered: expect a loss on models with key biases"
+    return [
+        f"OSCAR recipe {recipe.content_hash()[:12]}: {metadata.method}, {source}, {centered}",
+        f"OSCAR cache: sink {config.sink} | history INT2, page format {FORMAT_VERSION} | recent {config.recent}, "
+        f"{bits:.2f} bits per element at {tokens:,} tokens",
+        f"OSCAR memory: {fit:,} KV tokens in requests of {tokens:,}, {fit / dense:.1f} times what a 16-bit cache holds",
+    ]
+
+
+def log_startup(vllm_config: Any) -> None:
+    """Log the block once the worker knows its number of blocks."""
+    blocks = vllm_config.cache_config.num_gpu_blocks
+    if not blocks:
+        return
+    for line in describe(vllm_config, blocks):
+        logger.info(line)
