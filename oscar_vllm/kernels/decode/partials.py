@@ -37,7 +37,7 @@ class SplitPlan(NamedTuple):
 class Partials(NamedTuple):
     """Normalized attention over disjoint parts of the cache; which slot holds what follows from the plan.
 
-    Slots that no program owns, and the output of slots whose log-sum-exp is -inf, are never written.
+    Slots that no program owns are never written; an empty part has log-sum-exp -inf.
     """
 
     output: torch.Tensor

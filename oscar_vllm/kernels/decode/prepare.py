@@ -104,7 +104,6 @@ def _query_rows(
     head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     D: tl.constexpr,
@@ -120,8 +119,8 @@ def _query_rows(
         if K == D:  # on its way while the chain of small loads below runs
             whole = tl.load(matrix + d[:, None] * matrix_stride_row + d[None, :])
     row = block * M + tl.arange(0, M)
-    request = row // (GROUP * QUERY_LEN)
-    column = row % (GROUP * QUERY_LEN)
+    request = row // (COLUMNS * COLUMN_BLOCKS)
+    column = row % (COLUMNS * COLUMN_BLOCKS)
     inside = request < requests
     token = column // GROUP
     first_token = tl.load(query_start + request, mask=inside, other=0)
@@ -194,7 +193,6 @@ def _prepare_kernel(
     matrix_stride_row,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     D: tl.constexpr,
@@ -220,7 +218,7 @@ def _prepare_kernel(
             query, matrix, codes, halves, factors, seq_lens, query_start, requests, scale,
             query_stride_token, query_stride_head, matrix_stride_head, matrix_stride_row,
             program // HEADS, program % HEADS,
-            HEADS, GROUP, QUERY_LEN, COLUMNS, COLUMN_BLOCKS, D, N, M, K, TRANSFORM,
+            HEADS, GROUP, COLUMNS, COLUMN_BLOCKS, D, N, M, K, TRANSFORM,
         )  # fmt: skip
     else:
         _plan_block(
@@ -255,7 +253,7 @@ def prepare(
     halves = torch.empty(lanes, 2, n, dim, dtype=view.window.dtype, device=device)
     factors = torch.empty(lanes, 3, n, dtype=torch.float32, device=device)
     line = torch.empty(plan.programs * PLAN_FIELDS + requests, dtype=torch.int32, device=device)
-    rows = requests * plan.group * plan.max_query_len
+    rows = requests * plan.columns * plan.column_blocks
     row_blocks = triton.cdiv(rows, 16)
     grid = (row_blocks * heads + triton.cdiv(plan.programs, PLAN_BLOCK),)
     _prepare_kernel[grid](
@@ -279,7 +277,6 @@ def prepare(
         0 if transform is None else transform.stride(1),
         HEADS=heads,
         GROUP=plan.group,
-        QUERY_LEN=plan.max_query_len,
         COLUMNS=plan.columns,
         COLUMN_BLOCKS=plan.column_blocks,
         D=dim,

@@ -114,7 +114,7 @@ def _decode_kernel(
                         D, GROUP, COLUMNS, N, ROWS, RATIO, STAGES, ASM,
                     )  # fmt: skip
                 else:
-                    _store_empty(lse + slot * COLUMNS, COLUMNS, N)
+                    _store_empty(output + slot * (COLUMNS * D), lse + slot * COLUMNS, COLUMNS, D, N)
                 cursor = lane_start + history_cost
             else:
                 slot += 1
@@ -130,7 +130,7 @@ def _decode_kernel(
                         D, GROUP, COLUMNS, N, WINDOW_STAGES, FLOAT_DOT,
                     )  # fmt: skip
                 else:
-                    _store_empty(lse + slot * COLUMNS, COLUMNS, N)
+                    _store_empty(output + slot * (COLUMNS * D), lse + slot * COLUMNS, COLUMNS, D, N)
                 cursor = lane_start + cost
             if (cursor >= lane_start + cost) & (lane == LANES - 1):
                 request += 1
@@ -138,9 +138,11 @@ def _decode_kernel(
 
 
 @triton.jit
-def _store_empty(lse, COLUMNS: tl.constexpr, N: tl.constexpr):
+def _store_empty(output, lse, COLUMNS: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
     n = tl.arange(0, N)
-    tl.store(lse + n, tl.full([N], float("-inf"), tl.float32), mask=n < COLUMNS)
+    there = n < COLUMNS
+    tl.store(lse + n, tl.full([N], float("-inf"), tl.float32), mask=there)
+    tl.store(output + n[:, None] * D + tl.arange(0, D)[None, :], tl.zeros([N, D], tl.float32), mask=there[:, None])
 
 
 class _Shape:

@@ -126,7 +126,8 @@ def _merge_kernel(
         e = tl.load(partial_lse + slot, mask=there, other=float("-inf"))
         x = tl.load(partial + slot[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
         weight = tl.exp2(e - top)
-        o += tl.where((e == float("-inf"))[:, None], 0.0, x * weight[:, None])  # an empty part's output is not written
+        # No weight must not mean 0 * garbage.
+        o += tl.where((e == float("-inf"))[:, None], 0.0, x * weight[:, None])
         slot += PARTS * COLUMNS
     o = o / _repeat(total, ROWS, PARTS)[:, None]
 
