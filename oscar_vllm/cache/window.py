@@ -37,10 +37,12 @@ class OscarWindowSpec(AttentionSpec):
 
     @property
     def max_real_blocks(self) -> int:
-        """Most real blocks of one request: the sinks, and a recent window for each step alive and for the next one."""
-        recent = cdiv(self.recent_tokens, self.block_size) + 1
-        lookahead = cdiv(self.lookahead_tokens, self.block_size)
-        return self.sink_tokens // self.block_size + (self.steps_in_flight + 1) * recent + lookahead
+        """Most real blocks of one request: the sinks, and a recent window for each step alive and for the next one.
+
+        Each window reaches ``lookahead_tokens`` further and may begin inside a block.
+        """
+        recent = cdiv(self.recent_tokens + self.lookahead_tokens, self.block_size) + 1
+        return self.sink_tokens // self.block_size + (self.steps_in_flight + 1) * recent
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         blocks = cdiv(vllm_config.model_config.max_model_len, self.block_size)
