@@ -173,35 +173,44 @@ def run(
     versions = {"torch": torch.__version__, "triton": _version("triton"), "vllm": _version("vllm")}
     console.print(f"{name}: copy bandwidth {bandwidth / 1e12:.2f} TB/s, {versions}, Python {platform.python_version()}")
     room = 0.8 * torch.cuda.get_device_properties(0).total_memory
-    rows = []
+    rows: list[DecodeRow] = []
+    written: list[WriteRow] = []
+
+    def result() -> dict[str, Any]:
+        """What is known so far; saved after every row, so that a run cut short leaves its rows."""
+        known = {
+            "device": name,
+            "versions": versions,
+            "copy_bandwidth": bandwidth,
+            "decode": [asdict(row) for row in rows],
+            "write": [asdict(row) for row in written],
+        }
+        if json_path:
+            json_path.write_text(json.dumps(known, indent=1) + "\n")
+        return known
+
+    for tokens in writes:
+        for rounds, clip in ((0, 1.0), (4, 1.0), (0, 0.92)):
+            written.append(write_row(tokens, rounds, clip, bandwidth))
+            result()
     for model in models:
         for batch, length in points:
             need = Shape(*LAYOUTS[model], batch, length).flash_bytes
             if sets_for(need) * need * 1.5 < room:
                 row = decode_row(model, batch, length, bandwidth, rivals)
                 rows.append(row)
+                result()
                 times = " / ".join(_number(x) for x in (row.oscar, row.flash_bf16, row.flash_fp8, row.xformers))
                 console.print(f"{model}, {batch} x {length}: {times}", highlight=False)
-    quantizers = ((0, 1.0), (4, 1.0), (0, 0.92))
-    written = [write_row(tokens, *quantizer, bandwidth) for tokens in writes for quantizer in quantizers]
     console.print(decode_table(rows))
     console.print(write_table(written))
     for note in sorted({note for row in rows for note in row.notes}):
         console.print(f"note: {note}")
-    result = {
-        "device": name,
-        "versions": versions,
-        "copy_bandwidth": bandwidth,
-        "decode": [asdict(row) for row in rows],
-        "write": [asdict(row) for row in written],
-    }
-    if json_path:
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
     if plot_path:
         from oscar_vllm.bench.plot import roofline_plot
 
         roofline_plot(rows, bandwidth, name, plot_path)
-    return result
+    return result()
 
 
 def _version(module: str) -> str:

@@ -20,7 +20,7 @@ def _elapsed(work: Callable[[], Any], repeats: int) -> float:
     """Median milliseconds of ``work`` on the device."""
     times: list[float] = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
         end.record()
@@ -31,7 +31,7 @@ def _elapsed(work: Callable[[], Any], repeats: int) -> float:
 
 def graph_microseconds(calls: Sequence[Callable[[], None]], replays: int = 25) -> float:
     """Median time of one call, in microseconds, when ``calls`` run one after the other in a CUDA graph."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in calls:

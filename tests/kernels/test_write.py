@@ -129,10 +129,10 @@ def check_against_twin(tokens: Tokens) -> None:
     twin_codes, twin_scale, twin_minimum = stored_rows(want.history, live, dim)
     assert (codes - twin_codes).abs().max() <= 1
     assert (codes != twin_codes).sum() <= max(4, 1e-4 * codes.numel())
-    same = (codes == twin_codes).all(-1)
+    # A code that flips in an early round of the refit moves a row's scale even where the last codes agree.
     for mine, twin in ((scale, twin_scale), (minimum, twin_minimum)):
         close = (mine - twin).abs() <= 2e-3 * torch.maximum(twin.abs(), twin_scale)
-        assert close[same].all()
+        assert (~close).sum() <= max(4, 1e-3 * close.numel())
     rows = exact_rows(tokens)[(tokens.slots >= PAGE_TOKENS).cpu()]
     error = (codes * scale[..., None] + minimum[..., None] - rows).norm()
     twin_error = (twin_codes * twin_scale[..., None] + twin_minimum[..., None] - rows).norm()

@@ -8,6 +8,8 @@ import triton.language as tl
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
 from oscar_vllm.kernels.views import CacheView
 
+TILE_ELEMENTS = 2048  # small programs: tables and rows are chains of loads, so many must be in flight
+
 
 @triton.jit
 def _half(bits):
@@ -23,7 +25,7 @@ def _gather_kernel(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(2)
-    head = tl.program_id(1) // 2
+    head = (tl.program_id(1) // 2).to(tl.int64)
     is_value = tl.program_id(1) % 2
     first = tl.load(cu_lens + item)
     count = tl.load(cu_lens + item + 1) - first
@@ -95,7 +97,7 @@ def gather_context_triton(
     heads = view.history.shape[1]
     dim = view.window.shape[-1] // 2
     layout = PageLayout(dim)
-    tokens = max(8, 4096 // dim)
+    tokens = TILE_ELEMENTS // dim
     if rows.shape[0] == 0 or max_len == 0:
         return
     _gather_kernel[(triton.cdiv(max_len, tokens), 2 * heads, rows.shape[0])](
@@ -106,5 +108,5 @@ def gather_context_triton(
         view.block_table.stride(0), view.window_table.stride(0),
         out_key.stride(0), out_key.stride(1), out_value.stride(0), out_value.stride(1), view.sink, view.recent,
         D=dim, PAGE=PAGE_TOKENS, WINDOW=WINDOW_TOKENS, CODES=layout.value_codes, META=layout.key_meta,
-        TOKENS=tokens, num_warps=4,
+        TOKENS=tokens, num_warps=2,
     )  # fmt: skip

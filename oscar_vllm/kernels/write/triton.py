@@ -26,7 +26,7 @@ def _write_kernel(
 ):  # fmt: skip
     """Program axis 0 is K and V of every head in turn; axis 1 shares the tiles of ROWS tokens."""
     pair = tl.program_id(0)
-    head = pair // 2
+    head = (pair // 2).to(tl.int64)
     is_value = pair % 2
     rows = key + head * key_head
     token_stride = key_token
