@@ -146,6 +146,21 @@ def test_transformed_queries(device: str) -> None:
     check(case, out, lse)
 
 
+def test_many_short_requests(device: str) -> None:
+    """More requests than one block of the plan compares at once, padding between them."""
+    run(device, random_case([1 + r % 5 if r % 3 else 0 for r in range(70)], group=2, sink=16, recent=16))
+
+
+def test_empty_batch(device: str) -> None:
+    case = random_case([5]).to(device)
+    nothing = case.view._replace(
+        seq_lens=case.view.seq_lens[:0], query_start=case.view.query_start[:1], block_table=case.view.block_table[:0]
+    )
+    out = torch.zeros_like(case.query)
+    attend_triton(case.query[:0], nothing, case.recipe, case.scale, max_query_len=1, out=out[:0])
+    assert not out.any()
+
+
 @gpu_only
 @pytest.mark.parametrize(("dim", "group", "new"), [(128, 4, 1), (128, 8, 1), (64, 3, 2), (256, 4, 1), (128, 4, 4)])
 def test_long_contexts(device: str, dim: int, group: int, new: int) -> None:

@@ -18,7 +18,8 @@ from oscar_vllm.kernels.decode.plan import batch_costs
 from oscar_vllm.kernels.views import CacheView
 
 PLAN_FIELDS = 4
-PLAN_BLOCK = 64
+PLAN_TILE = 16384
+"""Elements of the (program, request) comparison that one program of the plan holds."""
 
 
 class Operands(NamedTuple):
@@ -255,7 +256,8 @@ def prepare(
     line = torch.empty(plan.programs * PLAN_FIELDS + requests, dtype=torch.int32, device=device)
     rows = requests * plan.columns * plan.column_blocks
     row_blocks = triton.cdiv(rows, 16)
-    grid = (row_blocks * heads + triton.cdiv(plan.programs, PLAN_BLOCK),)
+    plan_block = max(1, min(64, PLAN_TILE // plan.requests_pad))
+    grid = (row_blocks * heads + triton.cdiv(plan.programs, plan_block),)
     _prepare_kernel[grid](
         query,
         transform,
@@ -291,7 +293,7 @@ def prepare(
         ITEM_COST=plan.item_cost,
         MIN_CHUNK=plan.min_chunk,
         FIELDS=PLAN_FIELDS,
-        BLOCK=PLAN_BLOCK,
+        BLOCK=plan_block,
         PDL=use_dependent_launch(device),
         num_warps=8,
     )

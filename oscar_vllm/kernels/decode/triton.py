@@ -288,5 +288,7 @@ def attend_triton(
 
     No host synchronization and fixed grids: a captured CUDA graph serves every length up to the block table's width.
     """
+    if view.seq_lens.shape[0] == 0:
+        return
     partials = decode_triton(query, view, scale, max_query_len=max_query_len, transform=recipe.query)
     merge_triton(partials, view, recipe, out, lse)
