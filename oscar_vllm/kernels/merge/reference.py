@@ -35,8 +35,7 @@ def map_back(output: torch.Tensor, recipe: LayerRecipe) -> torch.Tensor:
     Returns:
         [T, Hq, D] float32.
     """
-    tokens, _, dim = output.shape
     heads = recipe.output.shape[0]
-    grouped = output.reshape(tokens, heads, -1, dim)
+    grouped = output.unflatten(1, (heads, output.shape[1] // heads))
     mapped = torch.einsum("thgd,hde->thge", grouped, recipe.output) + recipe.value_mean[:, None]
     return mapped.flatten(1, 2)
