@@ -157,15 +157,8 @@ class _Shape:
         self.warps = 2 if self.columns_pad == 16 and head_size == 256 else 1
         self.stages = 3
         self.window_stages = 2
-        self.registers: int | None = None
+        # With about 250 registers a thread, each quarter of a multiprocessor holds two warps: one wave is this many.
         self.programs_per_processor = 8 // self.warps
-
-
-def _launch_options(device: torch.device, shape: _Shape) -> dict[str, bool | int]:
-    options: dict[str, bool | int] = {**dependent_launch(device)}
-    if shape.registers and use_inline_ptx(device):
-        options["maxnreg"] = shape.registers
-    return options
 
 
 def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, programs: int | None = None) -> SplitPlan:
@@ -269,7 +262,7 @@ def decode_triton(
         FLOAT_DOT=query.device.type == "cpu",
         PDL=use_dependent_launch(query.device),
         num_warps=shape.warps,
-        **_launch_options(query.device, shape),
+        **dependent_launch(query.device),
     )
     return Partials(output, lse, operands.plan, plan)
 
