@@ -8,7 +8,8 @@ from oscar_vllm.config import OscarConfig
 
 HEAD_SIZES = (64, 128, 256)
 DTYPES = ("torch.bfloat16", "torch.float16")
-_ALIBI_MODELS = ("bloom", "mpt", "baichuan")
+_ALIBI_MODELS = ("bloom", "mpt", "baichuan", "step1")
+_SINK_MODELS = ("gpt_oss",)
 _CHECKED = "_oscar_block_size_checked"
 
 
@@ -39,6 +40,8 @@ def _model_problem(model: Any) -> str | None:
         return "a model with a soft cap on its attention logits"
     if getattr(text, "alibi", False) or text.model_type in _ALIBI_MODELS:
         return "a model with alibi position biases"
+    if getattr(text, "attention_sinks", False) or text.model_type in _SINK_MODELS:
+        return "a model with attention sinks of its own"
     return None
 
 

@@ -1,0 +1,357 @@
+"""Everything the backend cannot serve is refused before a model is loaded, in one sentence that says what to do."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from vllm import EngineArgs
+from vllm.model_executor.models import registry
+
+from oscar_vllm.backend.checks import UnsupportedByOscarError
+from oscar_vllm.backend.recipes import cached_recipe_path
+from oscar_vllm.config import OscarConfigError
+from oscar_vllm.geometry import ModelGeometry
+from oscar_vllm.recipe import OscarRecipe, RecipeError
+
+HADAMARD = {"oscar": {"recipe": "hadamard"}}
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+    "dtype": "bfloat16",
+}
+GEOMETRY = ModelGeometry(
+    model_type="llama",
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=64,
+    hidden_size=256,
+    rope_type="default",
+    rope_theta=10000.0,
+)
+
+
+def gemma(**changes: Any) -> dict[str, Any]:
+    fields = {"query_pre_attn_scalar": 64, "sliding_window": 128, "hidden_activation": "gelu_pytorch_tanh"}
+    return fields | changes
+
+
+@pytest.fixture(autouse=True)
+def _no_model_and_no_recipe_but_the_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OSCAR_CACHE", str(tmp_path / "cache"))
+    # vLLM looks into a model class in a process of its own, which costs seconds for each.
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda fn: fn())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., str]:
+    """A checkpoint's folder without weights: a configuration is all that is read before loading."""
+
+    def make(**changes: Any) -> str:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        fields = {name: value for name, value in (LLAMA | changes).items() if value != "absent"}
+        (folder / "config.json").write_text(json.dumps(fields))
+        return str(folder)
+
+    return make
+
+
+def configure(model: str, additional: Any = HADAMARD, **flags: Any) -> Any:
+    args = EngineArgs(
+        model=model,
+        attention_backend="OSCAR",  # type: ignore[arg-type]
+        skip_tokenizer_init=True,
+        additional_config=additional,
+        **flags,
+    )
+    return args.create_engine_config()
+
+
+def refusal(kind: type[Exception], model: str, additional: Any = HADAMARD, **flags: Any) -> str:
+    """The sentence that an engine is refused with."""
+    with pytest.raises(ValidationError) as caught:
+        configure(model, additional, **flags)
+    (problem,) = caught.value.errors()
+    error = problem["ctx"]["error"]
+    assert type(error) is kind
+    return str(error)
+
+
+def without(problem: str) -> str:
+    return f"OSCAR does not serve {problem}: start {{model}} without --attention-backend OSCAR"
+
+
+SLIDING = without("a model with sliding-window layers")
+SOFT_CAP = without("a model with a soft cap on its attention logits")
+ALIBI = without("a model with alibi position biases")
+STATE = without("a model with state-space or linear-attention layers")
+
+MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "MLA": (
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        {
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "head_dim": 32,
+            "num_key_value_heads": 4,
+        },
+        without("a model with multi-head latent attention (MLA)"),
+    ),
+    "sliding window": ("MistralForCausalLM", "mistral", {"sliding_window": 128}, SLIDING),
+    "sliding window by layers": (
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        gemma(layer_types=["sliding_attention", "full_attention"]),
+        SLIDING,
+    ),
+    "sliding window switched on": (
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1},
+        SLIDING,
+    ),
+    "chunked attention": (
+        "Llama4ForCausalLM",
+        "llama4_text",
+        {"attention_chunk_size": 128, "num_local_experts": 2, "intermediate_size_mlp": 512},
+        SLIDING,
+    ),
+    "soft cap": (
+        "Gemma2ForCausalLM",
+        "gemma2",
+        gemma(attn_logit_softcapping=50.0, layer_types=["full_attention"] * 2),
+        SOFT_CAP,
+    ),
+    "alibi always": (
+        "BloomForCausalLM",
+        "bloom",
+        {"n_head": 4, "n_layer": 2, "head_dim": "absent", "num_key_value_heads": "absent"},
+        ALIBI,
+    ),
+    "alibi by choice": (
+        "FalconForCausalLM",
+        "falcon",
+        {"alibi": True, "head_dim": "absent", "num_key_value_heads": "absent"},
+        ALIBI,
+    ),
+    "attention sinks": (
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 1},
+        without("a model with attention sinks of its own"),
+    ),
+    "encoder": ("BertModel", "bert", {"hidden_act": "gelu"}, without("an encoder model")),
+    "encoder-decoder": (
+        "WhisperForConditionalGeneration",
+        "whisper",
+        {
+            "d_model": 256,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "max_source_positions": 100,
+            "max_target_positions": 128,
+            "num_mel_bins": 8,
+        },
+        without("an encoder-decoder model"),
+    ),
+    "state space": ("MambaForCausalLM", "mamba", {"state_size": 16, "expand": 2}, STATE),
+    "state space and attention": (
+        "JambaForCausalLM",
+        "jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1},
+        STATE,
+    ),
+}
+
+
+@pytest.mark.parametrize(("architecture", "model_type", "fields", "sentence"), MODELS.values(), ids=MODELS)
+def test_models(
+    model: Callable[..., str], architecture: str, model_type: str, fields: dict[str, Any], sentence: str
+) -> None:
+    path = model(architectures=[architecture], model_type=model_type, **fields)
+    assert refusal(UnsupportedByOscarError, path) == sentence.format(model=path)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "size"), [(80, 80), (32, 32), (512, 512), ("absent", 96)], ids=["80", "32", "512", "from the heads"]
+)
+def test_head_sizes(model: Callable[..., str], head_dim: Any, size: int) -> None:
+    path = model(head_dim=head_dim, hidden_size=384)
+    assert refusal(UnsupportedByOscarError, path) == (
+        f"OSCAR serves head sizes 64, 128, 256 and {path} has {size}: start it without --attention-backend OSCAR"
+    )
+
+
+FLAGS: dict[str, tuple[dict[str, Any], str]] = {
+    "block size 16": (
+        {"block_size": 16},
+        "OSCAR's pages hold 128 tokens and --block-size 16 asks for another size: leave that flag out or give 128",
+    ),
+    "block size 256": (
+        {"block_size": 256},
+        "OSCAR's pages hold 128 tokens and --block-size 256 asks for another size: leave that flag out or give 128",
+    ),
+    "float32": (
+        {"dtype": "float32"},
+        "OSCAR serves bfloat16 and float16 and this model would run in float32: add --dtype bfloat16",
+    ),
+    "fp8 cache": (
+        {"kv_cache_dtype": "fp8"},
+        "OSCAR stores its own 2-bit format and --kv-cache-dtype fp8 asks for another: leave that flag out",
+    ),
+    "retention": (
+        {"prefix_cache_retention_interval": 128},
+        "OSCAR keeps every full page in the prefix cache and prefix_cache_retention_interval asks to drop some: leave "
+        "that option out",
+    ),
+    "no hybrid manager": (
+        {"disable_hybrid_kv_cache_manager": True},
+        "OSCAR keeps two KV-cache groups, which needs vLLM's hybrid KV cache manager: leave out "
+        "--disable-hybrid-kv-cache-manager",
+    ),
+    "decode context parallel": (
+        {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
+        "OSCAR does not split a request's cache over ranks: leave out --decode-context-parallel-size",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "sentence"), FLAGS.values(), ids=FLAGS)
+def test_flags(model: Callable[..., str], flags: dict[str, Any], sentence: str) -> None:
+    assert refusal(UnsupportedByOscarError, model(), **flags) == sentence
+
+
+@pytest.mark.parametrize(
+    ("additional", "sentence"),
+    [
+        ({"oscar": {"sinks": 64}}, 'unknown oscar option "sinks"; the options are recipe, sink, recent'),
+        ({"oskar": {}}, 'additional_config has no option "oskar"; did you mean "oscar"?'),
+        (
+            {"oscar": {"recent": 100}},
+            'oscar option "recent": must be a multiple of 16 (the tokens of one window block), got 100',
+        ),
+    ],
+    ids=["unknown", "misspelt", "not whole blocks"],
+)
+def test_options(model: Callable[..., str], additional: dict[str, Any], sentence: str) -> None:
+    assert refusal(OscarConfigError, model(), additional) == sentence
+
+
+# Recipes
+
+
+def recipe_file(path: Path, geometry: ModelGeometry = GEOMETRY) -> Path:
+    OscarRecipe.hadamard(geometry, "org/tiny").save(path)
+    return path
+
+
+def test_no_recipe_names_the_command_that_makes_one(model: Callable[..., str]) -> None:
+    path = model()
+    assert refusal(RecipeError, path, {}) == (
+        f"OSCAR has no recipe for {path}; make one with `oscar calibrate {path}`, or name one with "
+        '--additional-config \'{"oscar": {"recipe": PATH}}\''
+    )
+
+
+def test_a_recipe_that_is_not_there_names_the_command_that_makes_it(model: Callable[..., str], tmp_path: Path) -> None:
+    path, recipe = model(), tmp_path / "missing.safetensors"
+    assert refusal(RecipeError, path, {"oscar": {"recipe": str(recipe)}}) == (
+        f'oscar recipe "{recipe}" is not a file; make it with `oscar calibrate {path} --out {recipe}`'
+    )
+
+
+def test_a_recipe_of_another_model(model: Callable[..., str], tmp_path: Path) -> None:
+    other = GEOMETRY.model_copy(update={"num_layers": 3})
+    recipe = recipe_file(tmp_path / "other.safetensors", other)
+    assert refusal(RecipeError, model(), {"oscar": {"recipe": str(recipe)}}) == (
+        f"The recipe was made for org/tiny ({other}) and does not fit this model ({GEOMETRY}); make one with "
+        "`oscar calibrate MODEL`."
+    )
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.999], ids="{} kept".format)
+def test_a_truncated_recipe(model: Callable[..., str], tmp_path: Path, keep: float) -> None:
+    recipe = recipe_file(tmp_path / "short.safetensors")
+    data = recipe.read_bytes()
+    recipe.write_bytes(data[: int(keep * len(data))])
+    sentence = refusal(RecipeError, model(), {"oscar": {"recipe": str(recipe)}})
+    assert sentence.startswith(f"{recipe}: ")
+    assert sentence.endswith("`oscar calibrate MODEL`.")
+    assert "\n" not in sentence
+
+
+def test_a_recipe_with_a_nan(model: Callable[..., str], tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path / "nan.safetensors")
+    with recipe.open("rb") as stream:
+        header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
+    tensors = load_file(recipe)
+    tensors["key"][1, 0, 3, 5] = torch.nan
+    save_file(tensors, recipe, header["__metadata__"])
+    sentence = refusal(RecipeError, model(), {"oscar": {"recipe": str(recipe)}})
+    assert sentence.startswith(f"{recipe}: ")
+    assert "key" in sentence
+    assert "finite" in sentence
+    assert "\n" not in sentence
+
+
+# What is served
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({}, {}),
+        ({}, {"block_size": 128}),
+        ({}, {"dtype": "float16"}),
+        ({}, {"prefix_cache_retention_interval": 0}),
+        ({"head_dim": 128}, {}),
+        ({"head_dim": 256}, {}),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}, {}),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "model_type": "qwen2",
+                "use_sliding_window": False,
+                "sliding_window": 128,
+            },
+            {},
+        ),
+    ],
+    ids=["plain", "block size 128", "float16", "no retention", "D128", "D256", "no window", "window switched off"],
+)
+def test_what_is_served_starts(model: Callable[..., str], fields: dict[str, Any], flags: dict[str, Any]) -> None:
+    config = configure(model(**fields), **flags)
+    assert config.attention_config.backend.name == "OSCAR"
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "calibrated and cached"])
+def test_a_recipe_of_this_model_starts(model: Callable[..., str], tmp_path: Path, named: bool) -> None:
+    path = model()
+    recipe = recipe_file(tmp_path / "right.safetensors" if named else cached_recipe_path(path, GEOMETRY))
+    configure(path, {"oscar": {"recipe": str(recipe)}} if named else {})
+
+
+def test_another_backend_is_not_asked_for_a_recipe(model: Callable[..., str]) -> None:
+    args = EngineArgs(model=model(sliding_window=128), skip_tokenizer_init=True, additional_config={"oscar": {"x": 1}})
+    assert args.create_engine_config().attention_config.backend is None
