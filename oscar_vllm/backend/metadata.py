@@ -43,7 +43,7 @@ class OscarMetadata(AttentionMetadata):
 
 
 class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
-    """Splits a batch into decodes (up to MAX_QUERY_TOKENS under speculation) and prefills, without touching a device."""
+    """Splits a batch into decodes (up to MAX_QUERY_TOKENS under speculation) and prefills; touches no device."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 

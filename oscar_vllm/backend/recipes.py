@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from oscar_vllm.config import OscarConfig
-from oscar_vllm.paths import cache_dir
 from oscar_vllm.geometry import ModelGeometry
+from oscar_vllm.paths import cache_dir
 from oscar_vllm.recipe import OscarRecipe, RecipeError
 
 HADAMARD = "hadamard"

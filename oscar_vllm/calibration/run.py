@@ -33,9 +33,7 @@ def _join(files: Sequence[str]) -> list[LayerStatistics]:
         for layer, state in saved["layers"].items():
             # A rank with a copy of another's head brings the same statistics once more.
             parts.setdefault(layer, {})[saved["first_head"]] = LayerStatistics.from_state_dict(state)
-    return [
-        LayerStatistics.join_heads([heads[first] for first in sorted(heads)]) for _, heads in sorted(parts.items())
-    ]
+    return [LayerStatistics.join_heads([heads[first] for first in sorted(heads)]) for _, heads in sorted(parts.items())]
 
 
 def calibrate(
