@@ -87,4 +87,4 @@ def test_wrong_options_get_one_sentence(additional: Any, sentence: str) -> None:
 
 def test_a_config_does_not_change() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        OscarConfig().sink = 0  # type: ignore[misc]
+        OscarConfig().sink = 0

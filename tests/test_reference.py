@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -455,11 +455,10 @@ def test_the_context_is_read_in_tiles(monkeypatch: pytest.MonkeyPatch, tile: int
     prefill.prefill_cpu(query, key[867:], value[867:], view, 867, recipe, 0.125, whole)
     monkeypatch.setattr(prefill, "CONTEXT_TILE", tile)
     tiles: list[int] = []
-    gather: Callable[..., Any] = prefill.gather_reference
 
     def counting(view: CacheView, start: int, stop: int) -> Any:
         tiles.append(stop - start)
-        return gather(view, start, stop)
+        return gather_reference(view, start, stop)
 
     monkeypatch.setattr(prefill, "gather_reference", counting)
     out = torch.empty_like(whole)
@@ -472,8 +471,8 @@ def test_the_context_is_read_in_tiles(monkeypatch: pytest.MonkeyPatch, tile: int
 def test_prefill_writes_the_models_own_type() -> None:
     recipe = random_recipe(1, 64, torch.Generator().manual_seed(6))
     query, key, value, out, view = prefill_of(300, 40, recipe, heads=1, group=2, sink=64, recent=256)
-    half = [x.bfloat16() for x in (query, key[260:], value[260:])]
-    prefill.prefill_cpu(*half, view, 260, recipe, 0.125, out)
+    query, key, value = query.bfloat16(), key[260:].bfloat16(), value[260:].bfloat16()
+    prefill.prefill_cpu(query, key, value, view, 260, recipe, 0.125, out)
     rounded = torch.empty(out.shape, dtype=torch.bfloat16)
-    prefill.prefill_cpu(*half, view, 260, recipe, 0.125, rounded)
+    prefill.prefill_cpu(query, key, value, view, 260, recipe, 0.125, rounded)
     assert torch.equal(rounded, out.bfloat16())

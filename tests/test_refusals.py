@@ -74,7 +74,7 @@ def model(tmp_path: Path) -> Callable[..., str]:
 def configure(model: str, additional: Any = HADAMARD, **flags: Any) -> Any:
     args = EngineArgs(
         model=model,
-        attention_backend="OSCAR",  # type: ignore[arg-type]
+        attention_backend="OSCAR",
         skip_tokenizer_init=True,
         additional_config=additional,
         **flags,
