@@ -553,6 +553,22 @@ def test_a_resumed_request_hits_its_own_prefix() -> None:
     assert engine.hits == [0, 512]
 
 
+def test_a_resumed_request_gives_up_passed_blocks_as_a_new_one_does() -> None:
+    held = []
+    for preempted in (False, True):
+        engine = Engine(Setting(caching=False))
+        sequence = engine.add(text(0, 1000), max_tokens=20)
+        if preempted:
+            engine.step(chunk=500)
+            engine.step(chunk=400)
+            engine.preempt()
+        for _ in range(4):
+            engine.step(chunk=200)
+            held.append(window_blocks(engine, sequence))
+        engine.drain()
+    assert held[:4] == held[4:]
+
+
 def test_recent_blocks_do_not_crowd_out_a_cached_prefix() -> None:
     """An old prefix of 512 tokens outlives unrelated requests as long as the pool holds their pages and sinks."""
     engine = Engine(Setting(spare=40))
