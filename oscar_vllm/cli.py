@@ -1,10 +1,14 @@
 """The ``oscar`` command."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ParamSpec
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from oscar_vllm.calibration.run import DEFAULT_TOKENS
@@ -13,8 +17,40 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="OSCAR: a 2-b
 console = Console()
 errors = Console(stderr=True)
 
+P = ParamSpec("P")
+
+
+def _reason(error: Exception) -> str | None:
+    """The one sentence for an error that the user can mend, None for any other."""
+    from oscar_vllm.errors import EXPECTED
+
+    if isinstance(error, ValidationError):  # raised by a check while vLLM built its configuration
+        problem = error.errors()[0]
+        return str(problem.get("ctx", {}).get("error") or problem["msg"])
+    if isinstance(error, OSError):  # how transformers says that a model is not there
+        return f"{error}"
+    return str(error) if isinstance(error, EXPECTED) else None
+
+
+def one_sentence(command: Callable[P, None]) -> Callable[P, None]:
+    """End a command with one sentence on stderr and exit status 1 where the user can mend what went wrong."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except Exception as error:
+            reason = _reason(error)
+            if reason is None:
+                raise
+            errors.print(f"[red]error:[/red] {escape(reason)}", soft_wrap=True, highlight=False)
+            raise typer.Exit(1) from None
+
+    return wrapped
+
 
 @app.command()
+@one_sentence
 def calibrate(
     model: Annotated[str, typer.Argument(help="Path or Hugging Face id of a model that vLLM serves.")],
     out: Annotated[Path | None, typer.Option(help="Recipe file; left out: the cache, where the server looks.")] = None,
@@ -46,6 +82,7 @@ def calibrate(
 
 
 @app.command()
+@one_sentence
 def demo(
     json: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens to generate for the comparison.")] = 64,
@@ -57,24 +94,8 @@ def demo(
 
 
 def main() -> None:
-    """Entry point: expected errors end in one sentence on stderr and exit status 1."""
-    from oscar_vllm.errors import EXPECTED
-
-    try:
-        app(standalone_mode=False)
-    except typer.Exit as done:
-        raise SystemExit(done.exit_code) from None
-    except typer.Abort:
-        raise SystemExit(130) from None
-    except EXPECTED as error:
-        errors.print(f"[red]error:[/red] {error}", soft_wrap=True, highlight=False)
-        raise SystemExit(1) from None
-    except Exception as error:
-        # click's usage errors carry their own rendering and exit status.
-        if hasattr(error, "show") and hasattr(error, "exit_code"):
-            error.show()
-            raise SystemExit(error.exit_code) from None
-        raise
+    """Entry point."""
+    app()
 
 
 if __name__ == "__main__":

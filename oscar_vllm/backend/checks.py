@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.config import OscarConfig
@@ -51,6 +53,11 @@ def check_serving(vllm_config: Any) -> None:
     Raises:
         UnsupportedByOscarError, OscarConfigError, RecipeError: one sentence that says what is wrong and what to do.
     """
+    if not current_platform.is_cpu():
+        raise UnsupportedByOscarError(
+            "OSCAR's GPU kernels are not connected to vLLM yet and this version serves on the CPU only: start without "
+            "--attention-backend OSCAR"
+        )
     OscarConfig.from_additional_config(vllm_config.additional_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     problem = _model_problem(model)

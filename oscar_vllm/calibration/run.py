@@ -36,6 +36,14 @@ def _join(files: Sequence[str]) -> list[LayerStatistics]:
     return [LayerStatistics.join_heads([heads[first] for first in sorted(heads)]) for _, heads in sorted(parts.items())]
 
 
+def _context(model: str) -> int:
+    """Longest sequence the model was made for."""
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(model, trust_remote_code=False).get_text_config()
+    return getattr(config, "max_position_embeddings", None) or SEQUENCE_TOKENS + 1
+
+
 def calibrate(
     model: str,
     *,
@@ -77,7 +85,7 @@ def calibrate(
         **cpu_options(),
         **engine_options,
     }
-    sequence = min(SEQUENCE_TOKENS, tokens)
+    sequence = min(SEQUENCE_TOKENS, tokens, _context(model) - 1)
     options.setdefault("max_model_len", sequence + 1)
     options.setdefault("max_num_batched_tokens", sequence + 1)
     with engine(model, **options) as llm:

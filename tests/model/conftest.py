@@ -75,8 +75,11 @@ def in_process() -> Iterator[None]:
         yield
     finally:
         from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.platforms import current_platform
 
         cleanup_dist_env_and_memory()
+        # Done once it is done for the process, and its scan of all modules trips over numba's once those are loaded.
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         if before is None:
             del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
         else:

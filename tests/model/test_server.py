@@ -27,8 +27,19 @@ def client(model: str, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A server started as the README says: its engine in a process of its own, the model compiled."""
     port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--attention-backend", "OSCAR"]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "2048", "--served-model-name", "demo"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--attention-backend", "OSCAR"]
+    command += [
+        "--model",
+        model,
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--max-model-len",
+        "2048",
+        "--served-model-name",
+        "demo",
+    ]
     command += ["--additional-config", f'{{"oscar": {{"recipe": "{recipe}"}}}}']
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment.pop("TRITON_INTERPRET", None)
