@@ -1,0 +1,17 @@
+"""Which tests run where."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU leave its tests out, unless they were asked for by name of their marker: then they say why not."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if config.getoption("markexpr"):
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+        return
+    config.hook.pytest_deselected(items=gpu)
+    items[:] = [item for item in items if item not in set(gpu)]
