@@ -270,6 +270,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, nargs="*", help="only these lengths")
     parser.add_argument("--no-rivals", action="store_true", help="time OSCAR only")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the kernels are timed on an NVIDIA GPU and this machine has none: run it on one that has")
     points = [
         (batch, length)
         for batch, length in POINTS
