@@ -21,20 +21,20 @@ class DecodePlan(NamedTuple):
     """[R, N] bool, query tokens that exist (N = max_query_len)."""
     row: torch.Tensor
     """[R, N] int64 row of each query token, in range also where it does not exist."""
-    limit: torch.Tensor
-    """[R, N] int64 positions below it are seen by the query token."""
     end: int
     """Longest request, up to whole pages."""
     blocks: torch.Tensor
     """[R, end / PAGE_TOKENS] int64 history blocks, 0 past a request's last."""
-    from_history: torch.Tensor
-    """[R, end] bool, positions read from INT2."""
+    unread: torch.Tensor
+    """[R, end] bool, positions not read from INT2: held by the window, or past the request."""
+    hidden: torch.Tensor
+    """[R, N, end] bool, the same and those a query token does not see."""
     window_blocks: torch.Tensor
     """[R, W] int64 window blocks that cover sink, recent and this step's own tokens."""
-    from_window: torch.Tensor
-    """[R, W * WINDOW_TOKENS] bool, rows of those blocks that are read."""
-    window_positions: torch.Tensor
-    """[R, W * WINDOW_TOKENS] int64 their positions."""
+    window_unread: torch.Tensor
+    """[R, W * WINDOW_TOKENS] bool, rows of those blocks that are not read."""
+    window_hidden: torch.Tensor
+    """[R, N, W * WINDOW_TOKENS] bool, the same and those a query token does not see."""
 
 
 def plan_decode(view: CacheView, max_query_len: int, tokens: int) -> DecodePlan:
@@ -61,16 +61,18 @@ def plan_decode(view: CacheView, max_query_len: int, tokens: int) -> DecodePlan:
     column = column.clamp(min=0, max=view.window_table.shape[1] - 1)
     window_positions = (column[..., None] * WINDOW_TOKENS + torch.arange(WINDOW_TOKENS, device=device)).flatten(1)
     window_rows, _ = window_valid(view, window_positions)
+    unread = valid | (positions >= lengths[:, None])
+    window_unread = ~(window_rows & exists.repeat_interleave(WINDOW_TOKENS, 1))
     return DecodePlan(
         active=active,
         row=row,
-        limit=limit,
         end=pages * PAGE_TOKENS,
         blocks=blocks,
-        from_history=(positions < lengths[:, None]) & ~valid,
+        unread=unread,
+        hidden=unread[:, None] | (positions >= limit.unsqueeze(-1)),
         window_blocks=torch.where(exists, view.window_table.gather(1, column), 0).long(),
-        from_window=window_rows & exists.repeat_interleave(WINDOW_TOKENS, 1),
-        window_positions=window_positions,
+        window_unread=window_unread,
+        window_hidden=window_unread[:, None] | (window_positions[:, None] >= limit.unsqueeze(-1)),
     )
 
 
@@ -96,19 +98,16 @@ def _history_segment(
     query [R, H, N, G, D] transformed and scaled; returns output [R, H, N, G, D] and log-sum-exp [R, H, N, G].
     """
     tokens = query.shape[2:4]
-    from_history = plan.from_history[:, start:stop]
-    positions = torch.arange(start, stop, device=query.device)
     blocks = plan.blocks[:, start // PAGE_TOKENS : stop // PAGE_TOKENS]
     codes, scale, minimum = unpack_pages(view.history, blocks, query.shape[-1])
     # Rows that are not read may hold anything, NaN included: zero their meta so that 0 * garbage never arises.
-    unread = ~from_history[None, :, None]
+    unread = plan.unread[None, :, None, start:stop]
     scale.masked_fill_(unread, 0.0)
     minimum.masked_fill_(unread, 0.0)
     flat = query.flatten(2, 3)  # [R, H, N * G, D]
     scores = (flat @ codes[0].transpose(-1, -2)) * scale[0].unsqueeze(2)
     scores.addcmul_(flat.sum(-1, keepdim=True), minimum[0].unsqueeze(2))
-    hidden = ~from_history[:, None] | (positions >= plan.limit.unsqueeze(-1))
-    probabilities, lse = _softmax(scores.unflatten(2, tokens), hidden)
+    probabilities, lse = _softmax(scores.unflatten(2, tokens), plan.hidden[..., start:stop])
     probabilities = probabilities.flatten(2, 3)
     output = (probabilities * scale[1].unsqueeze(2)) @ codes[1]
     output += probabilities @ minimum[1].unsqueeze(-1)
@@ -119,11 +118,10 @@ def _window_segment(query: torch.Tensor, view: CacheView, plan: DecodePlan) -> t
     """Attention over the rows that the window cache holds; shapes as in :func:`_history_segment`."""
     dim = query.shape[-1]
     rows = view.window[plan.window_blocks].transpose(1, 2).flatten(2, 3).float()  # [R, H, T, 2 * D]
-    rows.masked_fill_(~plan.from_window[:, None, :, None], 0.0)
-    hidden = ~plan.from_window[:, None] | (plan.window_positions[:, None] >= plan.limit.unsqueeze(-1))
+    rows.masked_fill_(plan.window_unread[:, None, :, None], 0.0)
     flat = query.flatten(2, 3)
     scores = (flat @ rows[..., :dim].transpose(-1, -2)).unflatten(2, query.shape[2:4])
-    probabilities, lse = _softmax(scores, hidden)
+    probabilities, lse = _softmax(scores, plan.window_hidden)
     output = probabilities.flatten(2, 3) @ rows[..., dim:]
     return output.unflatten(2, query.shape[2:4]), lse
 

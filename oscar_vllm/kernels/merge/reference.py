@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from oscar_vllm.kernels.transform.reference import transform_queries_reference
 from oscar_vllm.kernels.views import LayerRecipe
 
 
@@ -36,6 +37,5 @@ def map_back(output: torch.Tensor, recipe: LayerRecipe) -> torch.Tensor:
         [T, Hq, D] float32.
     """
     heads = recipe.output.shape[0]
-    grouped = output.unflatten(1, (heads, output.shape[1] // heads))
-    mapped = torch.einsum("thgd,hde->thge", grouped, recipe.output) + recipe.value_mean[:, None]
-    return mapped.flatten(1, 2)
+    mapped = transform_queries_reference(output, recipe.output)
+    return mapped + recipe.value_mean.repeat_interleave(output.shape[1] // heads, 0)

@@ -20,8 +20,8 @@ def clip_rows(x: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
     index = (ratio.double() * x.shape[-1]).long().clamp(max=last)
     if bool((index == last).all()):
         return x
-    ordered = x.abs().sort(dim=-1).values
-    threshold = ordered.gather(-1, index[None, :, None].expand(x.shape[0], -1, 1))
+    largest = x.abs().topk(x.shape[-1] - int(index.min()), dim=-1).values  # descending
+    threshold = largest.gather(-1, (last - index)[None, :, None].expand(x.shape[0], -1, 1))
     return torch.minimum(torch.maximum(x, -threshold), threshold)
 
 
