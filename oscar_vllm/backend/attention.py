@@ -10,6 +10,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from oscar_vllm.backend.context_plan import PrefillPlan
 from oscar_vllm.backend.metadata import OscarMetadata, OscarMetadataBuilder
 from oscar_vllm.backend.prefill import prefill_cpu
 from oscar_vllm.backend.recipes import load_recipe
@@ -169,6 +170,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     ) -> torch.Tensor:
         """Attention of this step's queries [T, Hq, D] into output [T, Hq, D]."""
         if attn_metadata is None:  # profiling
+            if query.is_cuda:
+                self._borrow_workspace(query.dtype)
             return output.fill_(0)
         assert self.recipe is not None
         metadata = attn_metadata
@@ -186,8 +189,28 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
                 out=output[:decode_tokens],
                 plan=metadata.plan,
             )
+        if metadata.prefill is not None:
+            self._prefill_cuda(query, key, value, kv_cache, metadata, metadata.prefill, output)
+        elif metadata.num_prefills:
+            self._prefill_cpu(query, key, value, kv_cache, metadata, output)
+        if self.observer is not None:
+            tokens = int(metadata.query_start_cpu[-1])
+            self.observer.update(query[:tokens], key[:tokens], value[:tokens], output[:tokens])
+        return output
+
+    def _prefill_cpu(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: OscarMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Prefills one by one; the CPU has no variable-length attention."""
+        assert self.recipe is not None
         starts = metadata.query_start_cpu.tolist()
-        for request in range(decodes, decodes + metadata.num_prefills):
+        for request in range(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills):
             rows = slice(starts[request], starts[request + 1])
             if rows.start == rows.stop:
                 continue
@@ -202,7 +225,37 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
                 self.scale,
                 output[rows],
             )
-        if self.observer is not None:
-            tokens = starts[-1]
-            self.observer.update(query[:tokens], key[:tokens], value[:tokens], output[:tokens])
-        return output
+
+    def _prefill_cuda(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: OscarMetadata,
+        plan: PrefillPlan,
+        output: torch.Tensor,
+    ) -> None:
+        """All prefills at once."""
+        from oscar_vllm.backend.prefill_cuda import prefill_cuda
+
+        assert self.recipe is not None
+        rows = slice(plan.first_token, plan.first_token + plan.tokens)
+        prefill_cuda(
+            query[rows],
+            key[rows],
+            value[rows],
+            self._view(kv_cache, metadata, 0, metadata.num_decodes + metadata.num_prefills),
+            plan,
+            self.recipe,
+            self.scale,
+            output[rows],
+            self._borrow_workspace(query.dtype) if plan.tiles else [],
+        )
+
+    def _borrow_workspace(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Scratch for the largest chunk that the scheduler makes; vLLM keeps one for all layers."""
+        from oscar_vllm.backend.prefill_cuda import borrow_workspace, workspace_shapes
+
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        return borrow_workspace(workspace_shapes(tokens, self.num_heads, self.num_kv_heads, self.head_size), dtype)

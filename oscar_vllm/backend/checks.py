@@ -7,6 +7,7 @@ from vllm.platforms import current_platform
 from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.config import OscarConfig
+from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS
 
 HEAD_SIZES = (64, 128, 256)
 DTYPES = ("torch.bfloat16", "torch.float16")
@@ -53,10 +54,15 @@ def check_serving(vllm_config: Any) -> None:
     Raises:
         UnsupportedByOscarError, OscarConfigError, RecipeError: one sentence that says what is wrong and what to do.
     """
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise UnsupportedByOscarError(
-            "OSCAR's GPU kernels are not connected to vLLM yet and this version serves on the CPU only: start without "
+            f"OSCAR serves on NVIDIA GPUs and on CPUs and this is {current_platform.device_name}: start without "
             "--attention-backend OSCAR"
+        )
+    if current_platform.is_cuda() and not current_platform.has_device_capability(80):
+        raise UnsupportedByOscarError(
+            "OSCAR needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer: start without --attention-backend "
+            "OSCAR"
         )
     OscarConfig.from_additional_config(vllm_config.additional_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -99,6 +105,13 @@ def check_serving(vllm_config: Any) -> None:
         raise UnsupportedByOscarError(
             "OSCAR keeps two KV-cache groups, which needs vLLM's hybrid KV cache manager: leave out "
             "--disable-hybrid-kv-cache-manager"
+        )
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    if drafts >= MAX_QUERY_TOKENS:
+        raise UnsupportedByOscarError(
+            f"OSCAR verifies up to {MAX_QUERY_TOKENS - 1} speculative tokens at a time and {drafts} are asked for: set "
+            f"num_speculative_tokens to {MAX_QUERY_TOKENS - 1} or fewer"
         )
     parallel = vllm_config.parallel_config
     for flag in ("decode_context_parallel_size", "prefill_context_parallel_size"):

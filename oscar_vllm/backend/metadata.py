@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from oscar_vllm.backend.context_plan import PrefillPlan, plan_prefill, tile_tokens
 from oscar_vllm.backend.startup_log import log_startup
 from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS
@@ -40,18 +41,26 @@ class OscarMetadata(AttentionMetadata):
     """[tokens] int64 of the builder's own group."""
     plan: DecodePlan | None = None
     """What the layers share where PyTorch computes the attention; made by the first of them."""
+    prefill: PrefillPlan | None = None
+    """On a GPU, what the layers share of the prefills; None without any, and for the window group."""
 
 
 class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
-    """Splits a batch into decodes (up to MAX_QUERY_TOKENS under speculation) and prefills; touches no device."""
+    """Splits a batch into decodes (up to MAX_QUERY_TOKENS under speculation) and prefills.
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    Never waits for the device: exact lengths of decodes are read there, by the kernels, and the lengths of prefills
+    are known on the host. So decodes of one query length each, padded by empty requests, replay from a full CUDA graph.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.reorder_batch_threshold: int = min(self.reorder_batch_threshold or 1, MAX_QUERY_TOKENS)
-        if kv_cache_spec.block_size == PAGE_TOKENS and get_tensor_model_parallel_rank() == 0:
+        self.is_history = kv_cache_spec.block_size == PAGE_TOKENS
+        self.tile_tokens = tile_tokens(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
+        if self.is_history and get_tensor_model_parallel_rank() == 0:
             log_startup(vllm_config)
 
     def build(
@@ -61,6 +70,16 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold
         )
+        prefill = None
+        if num_prefills and self.is_history and self.device.type == "cuda":
+            assert common.seq_lens_cpu_upper_bound is not None, "vLLM gives the host the lengths of prefills"
+            prefill = plan_prefill(
+                num_decodes,
+                common.query_start_loc_cpu[num_decodes : num_decodes + num_prefills + 1].tolist(),
+                common.seq_lens_cpu_upper_bound[num_decodes : num_decodes + num_prefills].tolist(),
+                self.tile_tokens,
+                self.device,
+            )
         return OscarMetadata(
             num_decodes=num_decodes,
             num_decode_tokens=num_decode_tokens,
@@ -71,4 +90,5 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
+            prefill=prefill,
         )

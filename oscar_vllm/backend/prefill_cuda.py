@@ -1,0 +1,145 @@
+"""Prefill on a GPU: FlashAttention inside the chunk, cached context in bounded tiles, combined by log-sum-exp."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oscar_vllm.backend.context_plan import ContextTile, PrefillPlan, tile_tokens
+from oscar_vllm.kernels.combine.triton import combine_triton
+from oscar_vllm.kernels.context.triton import gather_context_triton
+from oscar_vllm.kernels.transform.triton import transform_queries_triton
+from oscar_vllm.kernels.views import CacheView, LayerRecipe
+
+Flash = Callable[..., torch.Tensor]
+"""Variable-length attention, see :func:`flash_attention` for what it takes and gives."""
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_query: torch.Tensor,
+    cu_keys: torch.Tensor,
+    longest_query: int,
+    longest_keys: int,
+    scale: float,
+    causal: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """vLLM's FlashAttention of N requests, query [T, Hq, D] on key, value [S, H, D], into out [T, Hq, D].
+
+    Returns:
+        [Hq, T] float32 natural log-sum-exp; either infinity for rows without keys.
+    """
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    result: tuple[torch.Tensor, torch.Tensor] = flash_attn_varlen_func(
+        q=query,
+        k=key,
+        v=value,
+        cu_seqlens_q=cu_query,
+        cu_seqlens_k=cu_keys,
+        max_seqlen_q=longest_query,
+        max_seqlen_k=longest_keys,
+        softmax_scale=scale,
+        causal=causal,
+        return_softmax_lse=True,
+        out=out,
+        fa_version=get_flash_attn_version(head_size=query.shape[-1]),
+    )
+    return result[1]
+
+
+def workspace_shapes(tokens: int, num_heads: int, num_kv_heads: int, head_size: int) -> list[tuple[int, ...]]:
+    """Shapes of what :func:`prefill_cuda` borrows for chunks of ``tokens`` query tokens, all in the model's dtype:
+    keys and values of a context tile, transformed queries, the running result and one tile's result."""
+    tile = (tile_tokens(num_kv_heads, head_size), num_kv_heads, head_size)
+    rows = (tokens, num_heads, head_size)
+    return [tile, tile, rows, rows, rows]
+
+
+def borrow_workspace(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Scratch tensors that vLLM counts when it profiles memory and shares between layers; contents undefined."""
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    workspace: list[Any] = current_workspace_manager().get_simultaneous(*((shape, dtype) for shape in shapes))
+    return workspace
+
+
+def _attend_tile(
+    tile: ContextTile,
+    view: CacheView,
+    transformed: torch.Tensor,
+    tile_key: torch.Tensor,
+    tile_value: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    flash: Flash,
+) -> torch.Tensor:
+    """Attention of the tile's query tokens over its context, in transformed space, into out; log-sum-exp [Hq, T]."""
+    key, value = tile_key[: tile.tokens], tile_value[: tile.tokens]
+    gather_context_triton(view, tile.starts, tile.cu_tokens, tile.rows, key, value, tile.longest)
+    rows = slice(tile.first_token, tile.last_token)
+    return flash(
+        transformed[rows],
+        key,
+        value,
+        tile.cu_query,
+        tile.cu_tokens,
+        tile.longest_query,
+        tile.longest,
+        scale,
+        False,
+        out[rows],
+    )
+
+
+def prefill_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    view: CacheView,
+    plan: PrefillPlan,
+    recipe: LayerRecipe,
+    scale: float,
+    out: torch.Tensor,
+    workspace: list[torch.Tensor],
+    flash: Flash = flash_attention,
+) -> None:
+    """All prefills of a step: causal attention inside each chunk, raw and exact, and to its cached context.
+
+    Args:
+        query: [T, Hq, D] raw queries of the prefills' chunks.
+        key: [T, H, D] raw keys.
+        value: [T, H, D] raw values.
+        view: the caches and tables of the whole batch.
+        plan: the step's plan; its offsets count from the first of these T tokens.
+        recipe: the layer's transforms.
+        scale: softmax scale.
+        out: [T, Hq, D], written in its own dtype.
+        workspace: tensors of :func:`workspace_shapes` for T tokens or more; unused without context.
+        flash: the attention inside; the platform's by default.
+    """
+    lse = flash(
+        query, key, value, plan.query_start, plan.query_start, plan.longest_query, plan.longest_query, scale, True, out
+    )
+    if not plan.tiles:
+        return
+    begin, end = plan.tiles[0].first_token, plan.tiles[-1].last_token
+    tile_key, tile_value, transformed, running, partial = workspace
+    transform_queries_triton(query[begin:end], recipe.query, transformed[begin:end])
+    running_lse = lse.new_full((lse.shape[0], lse.shape[1]), -torch.inf)
+    for tile in plan.tiles:
+        rows = slice(tile.first_token, tile.last_token)
+        if len(plan.tiles) == 1:
+            running_lse[:, rows] = _attend_tile(tile, view, transformed, tile_key, tile_value, scale, running, flash)
+            break
+        partial_lse = _attend_tile(tile, view, transformed, tile_key, tile_value, scale, partial, flash)
+        combine_triton(running[rows], running_lse[:, rows], partial[rows], partial_lse)
+    context = slice(begin, end)
+    # The tiles are done with the transformed queries: their place takes the outputs mapped back.
+    transform_queries_triton(running[context], recipe.output, transformed[context])
+    combine_triton(
+        out[context], lse[:, context], transformed[context], running_lse[:, context], query[context], recipe, scale
+    )
