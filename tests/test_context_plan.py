@@ -22,14 +22,16 @@ def test_every_context_token_is_read_once_in_order_and_tiles_are_full(contexts: 
     assert all(len({request for request, _, _ in tile}) == len(tile) for tile in tiles)
 
 
-@pytest.mark.parametrize(("heads", "dim", "tokens"), [(8, 128, 16384), (1, 64, 262144), (8, 256, 8192), (3, 64, 87296)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "tokens"), [(8, 128, 65536), (1, 64, 1048576), (8, 256, 32768), (3, 64, 349440)]
+)
 def test_a_tile_fits_the_workspace_in_whole_pages(heads: int, dim: int, tokens: int) -> None:
     assert tile_tokens(heads, dim) == tokens
     assert tokens * heads * dim * 4 <= WORKSPACE_BYTES
 
 
 def test_a_page_larger_than_the_workspace_is_one_tile() -> None:
-    assert tile_tokens(1024, 256) == 128
+    assert tile_tokens(4096, 256) == 128
 
 
 def test_plan_of_three_prefills_behind_two_decodes() -> None:

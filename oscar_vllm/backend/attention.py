@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from oscar_vllm.backend.context_plan import PrefillPlan
+from oscar_vllm.backend.extend_plan import ExtendPlan
 from oscar_vllm.backend.metadata import OscarMetadata, OscarMetadataBuilder
 from oscar_vllm.backend.prefill import prefill_cpu
 from oscar_vllm.backend.recipes import load_recipe
@@ -18,7 +19,7 @@ from oscar_vllm.backend.window_layer import LAYOUTS, SUFFIX, OscarWindowLayer
 from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.cache.spec import history_spec
 from oscar_vllm.config import OscarConfig
-from oscar_vllm.kernels.decode import attend
+from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS, attend
 from oscar_vllm.kernels.decode.reference import plan_decode
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 from oscar_vllm.kernels.write import write
@@ -120,17 +121,24 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         first = rank * recipe.geometry.num_kv_heads // ranks
         heads = slice(first, first + self.num_kv_heads)
         self.recipe = recipe.layer(extract_layer_index(name), self.vllm_config.device_config.device, heads)
+        if self.recipe.key_mean.is_cuda:
+            from oscar_vllm.backend.warmup import warm_up
 
-    def _view(self, history: torch.Tensor, metadata: OscarMetadata, first: int, last: int) -> CacheView:
-        """The caches as requests ``first .. last - 1`` of the batch see them."""
+            warm_up(self.recipe, self.num_heads, act_dtype, self.scale, self.config.sink, self.config.recent)
+
+    def _window_metadata(self) -> OscarMetadata:
         all_metadata = get_forward_context().attn_metadata
         if isinstance(all_metadata, list):
             all_metadata = all_metadata[0]
+        return all_metadata[self.window_name]
+
+    def _view(self, history: torch.Tensor, metadata: OscarMetadata, first: int, last: int) -> CacheView:
+        """The caches as requests ``first .. last - 1`` of the batch see them."""
         return CacheView(
             history=history.view(torch.uint8),
             window=self.layers[self.window_name].kv_cache,
             block_table=metadata.block_table[first:last],
-            window_table=all_metadata[self.window_name].block_table[first:last],
+            window_table=self._window_metadata().block_table[first:last],
             seq_lens=metadata.seq_lens[first:last],
             query_start=metadata.query_start[first : last + 1],
             sink=self.config.sink,
@@ -189,14 +197,34 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
                 out=output[:decode_tokens],
                 plan=metadata.plan,
             )
+        if metadata.extends is not None:
+            self._extend(query, kv_cache, metadata.extends, output)
         if metadata.prefill is not None:
             self._prefill_cuda(query, key, value, kv_cache, metadata, metadata.prefill, output)
-        elif metadata.num_prefills:
+        elif metadata.num_prefills and not query.is_cuda:
             self._prefill_cpu(query, key, value, kv_cache, metadata, output)
         if self.observer is not None:
             tokens = int(metadata.query_start_cpu[-1])
             self.observer.update(query[:tokens], key[:tokens], value[:tokens], output[:tokens])
         return output
+
+    def _extend(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: ExtendPlan, output: torch.Tensor) -> None:
+        """Short prefills behind a context, as decodes of a few tokens each."""
+        assert self.recipe is not None
+        window = self._window_metadata().extends
+        assert window is not None
+        view = CacheView(
+            history=kv_cache.view(torch.uint8),
+            window=self.layers[self.window_name].kv_cache,
+            block_table=plan.block_table,
+            window_table=window.block_table,
+            seq_lens=plan.seq_lens,
+            query_start=plan.query_start,
+            sink=self.config.sink,
+            recent=self.config.recent,
+        )
+        rows = slice(plan.first_token, plan.first_token + plan.tokens)
+        attend(query[rows], view, self.recipe, self.scale, max_query_len=MAX_QUERY_TOKENS, out=output[rows])
 
     def _prefill_cpu(
         self,

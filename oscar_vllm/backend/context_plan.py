@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import torch
 
+from oscar_vllm.backend.packed import send_packed
 from oscar_vllm.cache.layout import PAGE_TOKENS
 
-WORKSPACE_BYTES = 64 * 2**20
-"""Dequantized keys and values of one tile, whatever the context: 16,384 tokens of 8 KV heads of 128 channels."""
+WORKSPACE_BYTES = 256 * 2**20
+"""Dequantized keys and values of one tile, whatever the context: 65,536 tokens of 8 KV heads of 128 channels."""
 
 
 def tile_tokens(num_kv_heads: int, head_size: int) -> int:
@@ -98,30 +99,21 @@ def plan_prefill(
     queries = [stop - start for start, stop in pairwise(query_start)]
     contexts = [max(0, total - new) if new else 0 for total, new in zip(seq_lens, queries, strict=True)]
     pieces = cut_context(contexts, size)
-    numbers: list[int] = []
-    spans: list[slice] = []
-
-    def put(values: Sequence[int]) -> None:
-        spans.append(slice(len(numbers), len(numbers) + len(values)))
-        numbers.extend(values)
-
     base = query_start[0]
-    put([start - base for start in query_start])
+    arrays = [[start - base for start in query_start]]
     for tile in pieces:
         covered = range(tile[0][0], tile[-1][0] + 1)
         taken = {request: (start, count) for request, start, count in tile}
         offsets = [0]
         for request in covered:  # one without context in between has an empty piece
             offsets.append(offsets[-1] + taken.get(request, (0, 0))[1])
-        put([first_request + request for request in covered])
-        put([taken.get(request, (0, 0))[0] for request in covered])
-        put(offsets)
-        put([query_start[request] - query_start[covered.start] for request in range(covered.start, covered.stop + 1)])
-    host = torch.tensor(numbers, dtype=torch.int32)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    packed = host.to(device, non_blocking=True)
-    parts = [packed[span] for span in spans]
+        arrays += [
+            [first_request + request for request in covered],
+            [taken.get(request, (0, 0))[0] for request in covered],
+            offsets,
+            [query_start[request] - query_start[covered.start] for request in range(covered.start, covered.stop + 1)],
+        ]
+    parts = send_packed(arrays, device)
     tiles = []
     for i, tile in enumerate(pieces):
         first, last = tile[0][0], tile[-1][0]

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from oscar_vllm.backend.context_plan import PrefillPlan, plan_prefill, tile_tokens
+from oscar_vllm.backend.extend_plan import ExtendPlan, count_short, plan_extends
 from oscar_vllm.backend.startup_log import log_startup
 from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS
@@ -41,8 +42,10 @@ class OscarMetadata(AttentionMetadata):
     """[tokens] int64 of the builder's own group."""
     plan: DecodePlan | None = None
     """What the layers share where PyTorch computes the attention; made by the first of them."""
+    extends: ExtendPlan | None = None
+    """On a GPU, the leading prefills that are short and have a context; None without any."""
     prefill: PrefillPlan | None = None
-    """On a GPU, what the layers share of the prefills; None without any, and for the window group."""
+    """On a GPU, what the layers share of the other prefills; None without any, and for the window group."""
 
 
 class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
@@ -70,16 +73,9 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold
         )
-        prefill = None
-        if num_prefills and self.is_history and self.device.type == "cuda":
-            assert common.seq_lens_cpu_upper_bound is not None, "vLLM gives the host the lengths of prefills"
-            prefill = plan_prefill(
-                num_decodes,
-                common.query_start_loc_cpu[num_decodes : num_decodes + num_prefills + 1].tolist(),
-                common.seq_lens_cpu_upper_bound[num_decodes : num_decodes + num_prefills].tolist(),
-                self.tile_tokens,
-                self.device,
-            )
+        extends, prefill = None, None
+        if num_prefills and self.device.type == "cuda":
+            extends, prefill = self._plan_prefills(num_decodes, num_decodes + num_prefills, common)
         return OscarMetadata(
             num_decodes=num_decodes,
             num_decode_tokens=num_decode_tokens,
@@ -90,5 +86,22 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
+            extends=extends,
             prefill=prefill,
         )
+
+    def _plan_prefills(
+        self, first: int, last: int, common: CommonAttentionMetadata
+    ) -> tuple[ExtendPlan | None, PrefillPlan | None]:
+        """Plans for requests ``first .. last - 1`` of the batch, whose lengths vLLM gives the host exactly."""
+        assert common.seq_lens_cpu_upper_bound is not None
+        starts = common.query_start_loc_cpu[first : last + 1].tolist()
+        lengths = common.seq_lens_cpu_upper_bound[first:last].tolist()
+        short = count_short(starts, lengths)
+        extends = None
+        if short:
+            extends = plan_extends(first, starts[: short + 1], lengths[:short], common.block_table_tensor)
+        prefill = None
+        if self.is_history and short < len(lengths):
+            prefill = plan_prefill(first + short, starts[short:], lengths[short:], self.tile_tokens, self.device)
+        return extends, prefill

@@ -16,7 +16,8 @@ def _finite(lse):
     return tl.where(tl.abs(lse) == float("inf"), float("-inf"), lse)
 
 
-@triton.jit
+# Slices of the rows move the pointers of the log-sum-exps: one compiled kernel must take them all.
+@triton.jit(do_not_specialize=["lse_head", "part_lse_head"], do_not_specialize_on_alignment=["lse", "part_lse"])
 def _combine_kernel(
     out, lse, part, part_lse, query, key_mean, value_mean, scale,
     out_token, out_head, part_token, part_head, query_token, query_head, lse_head, part_lse_head,

@@ -16,7 +16,7 @@ def _half(bits):
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "window_table_row"])
 def _gather_kernel(
     history, window, block_table, window_table, seq_lens, query_start, starts, cu_lens, rows, out_key, out_value,
     history_block, history_head, window_block, window_head, window_row, table_row, window_table_row,

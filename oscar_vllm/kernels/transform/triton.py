@@ -9,7 +9,7 @@ from oscar_vllm.kernels.operands import query_operands
 from oscar_vllm.kernels.rows_triton import dot16, processor_count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _transform_kernel(
     query, matrix, inverse, out, tokens, query_token, query_head, out_token, out_head,
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
