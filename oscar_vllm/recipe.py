@@ -100,8 +100,8 @@ class OscarRecipe:
             )
 
     def content_hash(self) -> str:
-        """16 hexadecimal digits over all tensors and metadata."""
-        digest = hashlib.sha256(self.metadata.model_dump_json().encode())
+        """16 hexadecimal digits over all tensors and metadata, less the diagnostics, which change nothing served."""
+        digest = hashlib.sha256(self.metadata.model_dump_json(exclude={"diagnostics"}).encode())
         for name, tensor in self.tensors().items():
             digest.update(name.encode())
             digest.update(tensor.contiguous().numpy().tobytes())

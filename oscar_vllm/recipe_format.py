@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from oscar_vllm.cache.layout import FORMAT_VERSION as PAGE_FORMAT_VERSION
 from oscar_vllm.geometry import ModelGeometry
+from oscar_vllm.recipe_diagnostics import RecipeDiagnostics
 
 FORMAT = "oscar_recipe"
 FORMAT_VERSION = 1
@@ -55,15 +56,24 @@ class RecipeMetadata(BaseModel):
     """Of the calibration text; empty without calibration."""
     tokens: Annotated[int, Field(ge=0)]
     """Calibration tokens."""
+    diagnostics: RecipeDiagnostics | None = None
+    """What calibration measured; None if it was not kept. Not part of the recipe's hash."""
 
     @field_validator("geometry", mode="before")
     @classmethod
     def _geometry_from_json(cls, value: Any) -> Any:
         return ModelGeometry.model_validate_json(value) if isinstance(value, str) else value
 
+    @field_validator("diagnostics", mode="before")
+    @classmethod
+    def _diagnostics_from_json(cls, value: Any) -> Any:
+        return RecipeDiagnostics.model_validate_json(value) if isinstance(value, str) else value
+
     def to_strings(self) -> dict[str, str]:
-        """As the file keeps them: numbers as digits, the geometry as JSON."""
-        fields = self.model_dump(mode="json") | {"geometry": self.geometry.model_dump_json()}
+        """As the file keeps them: numbers as digits, the geometry and the diagnostics as JSON."""
+        fields = self.model_dump(mode="json", exclude={"diagnostics"}) | {"geometry": self.geometry.model_dump_json()}
+        if self.diagnostics is not None:
+            fields["diagnostics"] = self.diagnostics.model_dump_json()
         return {name: value if isinstance(value, str) else str(value).lower() for name, value in fields.items()}
 
     @classmethod

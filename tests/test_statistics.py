@@ -2,48 +2,10 @@
 
 import pytest
 import torch
+from attention_cases import D, G, H, T, activations, attention, collect
 
-from oscar_vllm.calibration.build import build_recipe
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.transforms import geometric_mean_transform, rotation
-from oscar_vllm.geometry import ModelGeometry
-from oscar_vllm.recipe import RecipeError
-
-T, H, G, D = 37, 2, 3, 16
-GEOMETRY = ModelGeometry(
-    model_type="llama",
-    num_layers=2,
-    num_heads=H * G,
-    num_kv_heads=H,
-    head_size=D,
-    hidden_size=H * G * D,
-    rope_type="default",
-    rope_theta=10000.0,
-)
-
-
-def activations(seed: int = 0, tokens: int = T, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """Query [T, H * G, D], key, value [T, H, D] with large means, as models with key biases have."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(tokens, heads, D, generator=generator, dtype=torch.float64) for heads in (H * G, H, H))
-    bias = torch.randn(2, H, D, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
-    return [x.to(dtype) for x in (q, k + 5 * bias[0], v + bias[1])]
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention in full: weights S [H * G, T, T] and output [T, H * G, D]."""
-    k, v = k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * D**-0.5
-    mask = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-    S = scores.masked_fill(mask, -torch.inf).softmax(-1)
-    return S, torch.einsum("hqk,khd->qhd", S, v)
-
-
-def collect(*chunks: list[torch.Tensor]) -> LayerStatistics:
-    statistics = LayerStatistics(H, D)
-    for q, k, v in chunks:
-        statistics.update(q, k, v, attention(q, k, v)[1])
-    return statistics
 
 
 def of_head(x: torch.Tensor, head: int) -> torch.Tensor:
@@ -135,6 +97,26 @@ def test_chunks_merge_and_join_give_the_same_sums() -> None:
         LayerStatistics.join_heads(parts)
 
 
+def test_ranks_that_share_a_kv_head_bring_their_own_queries() -> None:
+    """More ranks than KV heads: each holds a copy of the key head and some of its query heads."""
+    q, k, v = activations()
+    o = attention(q, k, v)[1]
+    whole = collect([q, k, v])
+    for head in range(H):
+        parts = [LayerStatistics(1, D) for _ in range(G)]
+        for index, part in enumerate(parts):
+            query = slice(head * G + index, head * G + index + 1)
+            part.update(q[:, query], k[:, head : head + 1], v[:, head : head + 1], o[:, query])
+        joined = LayerStatistics.join_queries(parts)
+        for name in ("query_covariance", "key_mean", "value_mean"):
+            torch.testing.assert_close(getattr(joined, name)[0], getattr(whole, name)[head])
+        mean = whole.value_mean[head : head + 1]
+        torch.testing.assert_close(joined.output_covariance(mean)[0], whole.output_covariance(whole.value_mean)[head])
+    parts[0].update(q[:1, :1], k[:1, :1], v[:1, :1], o[:1, :1])
+    with pytest.raises(ValueError, match=r"^The parts of a layer's statistics saw different tokens;"):
+        LayerStatistics.join_queries(parts)
+
+
 def test_no_token_changes_nothing() -> None:
     statistics = collect(activations())
     before = {name: value.clone() for name, value in statistics.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -164,35 +146,3 @@ def test_attention_is_invariant_under_transform_and_centering(kind: str) -> None
     restored += statistics.value_mean.repeat_interleave(G, 0)
     torch.testing.assert_close(S_stored, S, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(restored, o, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("center", [True, False], ids=["centered", "uncentered"])
-def test_built_recipe(center: bool) -> None:
-    layers = [collect(activations(seed)) for seed in range(2)]
-    recipe = build_recipe(layers, GEOMETRY, model="m", text_hash="abc", center=center)
-    assert recipe.metadata.method == "oscar"
-    assert recipe.metadata.centered is center
-    assert (recipe.metadata.tokens, recipe.metadata.text_hash, recipe.metadata.rounds) == (T, "abc", 0)
-    one = recipe.layer(1)
-    torch.testing.assert_close(one.key, rotation(layers[1].query_covariance))
-    torch.testing.assert_close(one.query, one.key)
-    torch.testing.assert_close(one.output, one.value.mT)
-    mean = layers[1].value_mean if center else None
-    torch.testing.assert_close(one.value, rotation(layers[1].output_covariance(mean)))
-    torch.testing.assert_close(one.key_mean, layers[1].key_mean.float() * center)
-    torch.testing.assert_close(one.value_mean, layers[1].value_mean.float() * center)
-    assert one.key_clip.tolist() == pytest.approx([0.96] * H)
-    assert one.value_clip.tolist() == pytest.approx([0.92] * H)
-    assert one.key_gain.tolist() == one.value_gain.tolist() == [1.0] * H
-
-
-def test_statistics_that_cannot_make_a_recipe_are_refused() -> None:
-    good = collect(activations())
-    with pytest.raises(RecipeError, match=r"^Calibration saw 1 attention layers and the model has 2.$"):
-        build_recipe([good], GEOMETRY, model="m", text_hash="")
-    with pytest.raises(RecipeError, match=r"^Calibration saw no token in layer 1; give a longer text.$"):
-        build_recipe([good, LayerStatistics(H, D)], GEOMETRY, model="m", text_hash="")
-    bad = collect(activations())
-    bad.key_gram[0, 1, 1] = torch.nan
-    with pytest.raises(RecipeError, match=r"^Calibration met a number that is not finite in layer 0;"):
-        build_recipe([bad, good], GEOMETRY, model="m", text_hash="")

@@ -149,6 +149,20 @@ def test_geometric_mean_stores_channels_of_equal_energy_and_keeps_the_total() ->
     torch.testing.assert_close((stored.double().mT @ C @ stored.double()).trace(), C.trace(), rtol=1e-3, atol=0)
 
 
+def test_geometric_mean_spreads_the_given_axes() -> None:
+    """A row along an axis is stored as a row of one magnitude, which two bits hold exactly; the metric stays."""
+    C, W, A = spd(16), spd(16, seed=1), spd(16, seed=2)
+    stored, read = (x.double() for x in geometric_mean_transform(C, W, A, ridge=1e-9))
+    plain = geometric_mean_transform(C, W, ridge=1e-9)[0].double()
+    torch.testing.assert_close(stored @ stored.mT, plain @ plain.mT, rtol=1e-4, atol=1e-6)
+    axes = hadamard(16) @ read.mT  # what is stored as a row of the Hadamard matrix
+    spread = stored.mT @ A @ stored
+    energy = hadamard(16) @ spread @ hadamard(16)
+    torch.testing.assert_close(energy, torch.diag(energy.diagonal()), rtol=0, atol=1e-5 * energy.abs().max().item())
+    rows = axes @ stored
+    torch.testing.assert_close(rows.abs(), rows.abs().mean(-1, keepdim=True).expand(16, 16), rtol=1e-5, atol=1e-7)
+
+
 def test_geometric_mean_of_equal_covariances_up_to_inversion_is_a_rotation() -> None:
     stored, read = geometric_mean_transform(torch.eye(32), 7 * torch.eye(32))
     assert orthogonality_error(stored) < 1e-6
@@ -160,7 +174,7 @@ def test_geometric_mean_of_equal_covariances_up_to_inversion_is_a_rotation() -> 
 def test_condition_number_is_bounded(ranks: tuple[int, int], ridge: float) -> None:
     x, y = (torch.randn(rank, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)) for rank in ranks)
     for bound in (1e9, 32.0, 4.0):
-        stored, read = geometric_mean_transform(x.mT @ x, 1e6 * y.mT @ y, ridge, bound)
+        stored, read = geometric_mean_transform(x.mT @ x, 1e6 * y.mT @ y, ridge=ridge, max_condition=bound)
         assert torch.linalg.cond(stored.double()) <= min(bound, ((64 + ridge) / ridge) ** 0.5) * (1 + 1e-4)
         error = stored.double() @ read.double().mT - torch.eye(64, dtype=torch.float64)
         assert error.abs().max() < 1e-5
@@ -168,7 +182,7 @@ def test_condition_number_is_bounded(ranks: tuple[int, int], ridge: float) -> No
 
 def test_geometric_mean_refuses_senseless_bounds() -> None:
     with pytest.raises(ValueError, match=r"^ridge must be positive and max_condition at least 1, not 0.0 and 32.0.$"):
-        geometric_mean_transform(spd(4), spd(4), 0.0)
+        geometric_mean_transform(spd(4), spd(4), ridge=0.0)
 
 
 @settings(max_examples=30, deadline=None)

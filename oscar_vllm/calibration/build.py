@@ -1,44 +1,124 @@
-"""From statistics to a recipe."""
+"""From what calibration collected to a recipe."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from oscar_vllm.calibration.candidates import Method, candidates
+from oscar_vllm.calibration.criterion import Criterion
+from oscar_vllm.calibration.diagnostics import Side, diagnose
+from oscar_vllm.calibration.layer import LayerCalibration
+from oscar_vllm.calibration.search import ROUNDS, Choice, Transform, search
 from oscar_vllm.calibration.statistics import LayerStatistics
-from oscar_vllm.calibration.transforms import rotation
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import KEY_CLIP, VALUE_CLIP, OscarRecipe, RecipeMetadata
 from oscar_vllm.recipe_format import RecipeError
 
 
 def build_recipe(
-    statistics: Sequence[LayerStatistics],
+    layers: Sequence[LayerCalibration],
     geometry: ModelGeometry,
     *,
     model: str,
     text_hash: str,
+    method: Method = "geometric-mean",
     center: bool = True,
-    key_clip: float = KEY_CLIP,
-    value_clip: float = VALUE_CLIP,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
 ) -> OscarRecipe:
-    """OSCAR's rotation per KV head from the statistics of every layer, with means and the published clips.
-
-    A key error meets the queries as they are, so R_K comes from QᵀQ, centered or not. What R_V has to spread evenly
-    over the channels is what will be stored, weighted by attention as the output sees it: if values are stored less
-    their mean m, that is (V - 1m)ᵀ SᵀS (V - 1m) = (O - 1m)ᵀ(O - 1m). Taking OᵀO as it is would give its first
-    eigenvector, and with it the even spreading, to a direction that no longer holds any energy. (SmolLM2-135M, 8192
-    calibration tokens, squared output error relative to O - 1m on other text: 0.045 against 0.058.)
+    """The transforms of ``method`` per layer and KV head, and the quantizer that is best on the held-out sample.
 
     Args:
-        statistics: one per layer, in order.
+        layers: one per layer, in order. Those without a sample get the published clips and no refit.
         model: id or path, kept for messages.
         text_hash: of the calibration text.
         center: subtract the calibrated means of keys and values (exact: softmax ignores a vector common to all keys,
             and attention weights sum to 1).
+        device: where to compute.
+        progress: called with (layers done, layers in all).
 
     Raises:
-        RecipeError: no tokens, not one statistics per layer, or activations that are not finite.
+        RecipeError: no tokens, not one entry per layer, or activations that are not finite.
     """
+    _check([layer.statistics for layer in layers], geometry)
+    searched = all(layer.sample is not None for layer in layers)
+    keys: list[Side] = []
+    values: list[Side] = []
+    for layer in layers:
+        key, value = _build_layer(layer, method, center, torch.device(device), searched)
+        keys.append(key)
+        values.append(value)
+        if progress is not None:
+            progress(len(keys), len(layers))
+    statistics = layers[0].statistics
+    metadata = RecipeMetadata(
+        model=model,
+        geometry=geometry,
+        geometry_hash=geometry.hash(),
+        method=method,
+        centered=center,
+        rounds=ROUNDS if searched else 0,
+        text_hash=text_hash,
+        tokens=statistics.tokens,
+        diagnostics=diagnose(keys, values, _sample_tokens(layers) if searched else 0),
+    )
+    return OscarRecipe(
+        key=_stack([side.choice.stored for side in keys]),
+        query=_stack([side.choice.restore.mT for side in keys]),
+        value=_stack([side.choice.stored for side in values]),
+        output=_stack([side.choice.restore for side in values]),
+        key_mean=_stack([layer.statistics.key_mean for layer in layers]) * center,
+        value_mean=_stack([layer.statistics.value_mean for layer in layers]) * center,
+        key_clip=_stack([side.choice.clip for side in keys]),
+        value_clip=_stack([side.choice.clip for side in values]),
+        key_gain=_stack([side.choice.gain for side in keys]),
+        value_gain=_stack([side.choice.gain for side in values]),
+        metadata=metadata,
+    )
+
+
+def _build_layer(
+    layer: LayerCalibration, method: Method, center: bool, device: torch.device, searched: bool
+) -> tuple[Side, Side]:
+    statistics = layer.statistics.to(device)
+    found = candidates(statistics, layer.output_weight, method, center)
+    if searched and layer.sample is not None:
+        criterion = Criterion(layer.sample.to(device), layer.output_weight)
+        key = search(
+            criterion.key_error,
+            criterion.key,
+            statistics.key_mean.float() * center,
+            found.key,
+            published=found.published_key,
+            published_clip=KEY_CLIP,
+        )
+        value = search(
+            criterion.value_error,
+            criterion.value,
+            statistics.value_mean.float() * center,
+            found.value,
+            published=found.published_value,
+            published_clip=VALUE_CLIP,
+        )
+    else:
+        key, value = _published(found.key[0], KEY_CLIP), _published(found.value[0], VALUE_CLIP)
+    key_mean, value_mean = (statistics.key_mean, statistics.value_mean) if center else (None, None)
+    return (
+        Side(statistics.key_covariance(key_mean), statistics.query_covariance, key),
+        Side(statistics.value_covariance(value_mean), statistics.output_covariance(value_mean), value),
+    )
+
+
+def _published(transform: Transform, clip: float) -> Choice:
+    """A transform with the published clip, no refit and no gain; what it costs is not known."""
+    heads = transform.stored.shape[0]
+    one = torch.ones(heads, device=transform.stored.device)
+    unknown = one * torch.nan
+    names = [transform.name] * heads
+    return Choice(names, transform.stored, transform.restore, one * clip, one, unknown, unknown)
+
+
+def _check(statistics: Sequence[LayerStatistics], geometry: ModelGeometry) -> None:
     if len(statistics) != geometry.num_layers:
         raise RecipeError(
             f"Calibration saw {len(statistics)} attention layers and the model has {geometry.num_layers}."
@@ -48,38 +128,12 @@ def build_recipe(
             raise RecipeError(f"Calibration saw no token in layer {index}; give a longer text.")
         if not all(torch.isfinite(part).all() for part in (layer.query_gram, layer.output_gram, layer.key_gram)):
             raise RecipeError(f"Calibration met a number that is not finite in layer {index}; check the model's dtype.")
-    key = torch.stack([rotation(layer.query_covariance.cpu()) for layer in statistics])
-    value = torch.stack([_value_rotation(layer, center) for layer in statistics])
-    shape = (geometry.num_layers, geometry.num_kv_heads)
-    means = [torch.stack([m.cpu() for m in part]).float() * center for part in _means(statistics)]
-    metadata = RecipeMetadata(
-        model=model,
-        geometry=geometry,
-        geometry_hash=geometry.hash(),
-        method="oscar",
-        centered=center,
-        rounds=0,
-        text_hash=text_hash,
-        tokens=statistics[0].tokens,
-    )
-    return OscarRecipe(
-        key=key,
-        query=key.clone(),
-        value=value,
-        output=value.mT.contiguous(),
-        key_mean=means[0],
-        value_mean=means[1],
-        key_clip=torch.full(shape, key_clip, dtype=torch.float32),
-        value_clip=torch.full(shape, value_clip, dtype=torch.float32),
-        key_gain=torch.ones(shape, dtype=torch.float32),
-        value_gain=torch.ones(shape, dtype=torch.float32),
-        metadata=metadata,
-    )
 
 
-def _value_rotation(layer: LayerStatistics, center: bool) -> torch.Tensor:
-    return rotation(layer.output_covariance(layer.value_mean if center else None).cpu())
+def _sample_tokens(layers: Sequence[LayerCalibration]) -> int:
+    sample = layers[0].sample
+    return 0 if sample is None else sample.key.shape[1]
 
 
-def _means(statistics: Sequence[LayerStatistics]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [layer.key_mean for layer in statistics], [layer.value_mean for layer in statistics]
+def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([part.float().cpu() for part in parts]).contiguous()

@@ -1,7 +1,6 @@
-"""Calibration from end to end: a text through vLLM's own prefill, statistics from its workers, a recipe on disk."""
+"""Calibration from end to end: a text in, a recipe on disk."""
 
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +8,21 @@ import torch
 
 from oscar_vllm.backend.recipes import cached_recipe_path
 from oscar_vllm.calibration.build import build_recipe
+from oscar_vllm.calibration.candidates import Method
+from oscar_vllm.calibration.collect import CalibrationError, Progress, collect
+from oscar_vllm.calibration.layer import join_ranks
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.text import text_hash
-from oscar_vllm.engine import cpu_options, engine
-from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import OscarRecipe
 
-WORKER = "oscar_vllm.calibration.worker.CalibrationWorker"
+__all__ = ["DEFAULT_TOKENS", "CalibrationError", "calibrate"]
+
 DEFAULT_TOKENS = 8192
-SEQUENCE_TOKENS = 2048
-"""Tokens of one calibration prompt: prefilled in one step, so that its attention is exact."""
-
-
-class CalibrationError(ValueError):
-    """A calibration that cannot be run as asked; the message is one sentence."""
 
 
 def _join(files: Sequence[str]) -> list[LayerStatistics]:
-    """Statistics of every layer, in order, from the files of all ranks (heads over tensor, layers over pipeline)."""
-    parts: dict[int, dict[int, LayerStatistics]] = {}
-    for file in files:
-        saved = torch.load(file, weights_only=True)
-        for layer, state in saved["layers"].items():
-            # A rank with a copy of another's head brings the same statistics once more.
-            parts.setdefault(layer, {})[saved["first_head"]] = LayerStatistics.from_state_dict(state)
-    return [LayerStatistics.join_heads([heads[first] for first in sorted(heads)]) for _, heads in sorted(parts.items())]
-
-
-def _context(model: str) -> int:
-    """Longest sequence the model was made for."""
-    from vllm.transformers_utils.config import get_config
-
-    config = get_config(model, trust_remote_code=False).get_text_config()
-    return getattr(config, "max_position_embeddings", None) or SEQUENCE_TOKENS + 1
+    """The statistics of every layer, in order, from the files of all ranks."""
+    return [layer.statistics for layer in join_ranks(files)]
 
 
 def calibrate(
@@ -49,20 +30,24 @@ def calibrate(
     *,
     text: str,
     tokens: int = DEFAULT_TOKENS,
+    method: Method = "geometric-mean",
     center: bool = True,
+    search: bool = True,
     out: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     **engine_options: Any,
 ) -> tuple[OscarRecipe, Path]:
     """Make a recipe for ``model`` and save it.
 
     Args:
         model: a path or Hugging Face id that vLLM serves with full attention.
-        text: calibration text; its first ``tokens`` tokens are used.
+        text: calibration text; its first ``tokens`` tokens are used, and with ``search`` up to 1,024 more.
         tokens: how many tokens to calibrate on.
+        method: which transforms; "oscar" is the published rotation per KV head.
         center: subtract the calibrated means of keys and values.
+        search: choose transform, clip and gain per head on held-out tokens; else the published clips.
         out: where to save; None: the cache, where the server finds it by itself.
-        progress: called with (tokens done, tokens in all).
+        progress: called with (what is being done, how much is done, how much in all).
         engine_options: passed to ``vllm.LLM`` (quantization, tensor_parallel_size, ...).
 
     Returns:
@@ -72,40 +57,17 @@ def calibrate(
         CalibrationError: the text is too short.
         UnsupportedByOscarError: the model is one that OSCAR does not serve.
     """
-    from vllm import SamplingParams
-
-    options = {
-        "attention_backend": "OSCAR",
-        "additional_config": {"oscar": {"recipe": "hadamard"}},
-        "worker_extension_cls": WORKER,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "max_num_seqs": 1,
-        "disable_log_stats": True,
-        **cpu_options(),
-        **engine_options,
-    }
-    sequence = min(SEQUENCE_TOKENS, tokens, _context(model) - 1)
-    options.setdefault("max_model_len", sequence + 1)
-    options.setdefault("max_num_batched_tokens", sequence + 1)
-    with engine(model, **options) as llm:
-        ids = llm.get_tokenizer().encode(text)[:tokens]
-        if len(ids) < tokens:
-            raise CalibrationError(
-                f"The calibration text has {len(ids)} tokens and {tokens} were asked for: give a longer text or a "
-                "smaller --tokens."
-            )
-        geometry = ModelGeometry.from_hf_config(llm.llm_engine.vllm_config.model_config.hf_text_config)
-        llm.collective_rpc("oscar_start_statistics")
-        for start in range(0, tokens, sequence):
-            prompt = {"prompt_token_ids": ids[start : start + sequence]}
-            llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
-            if progress is not None:
-                progress(min(start + sequence, tokens), tokens)
-        with tempfile.TemporaryDirectory(prefix="oscar-calibration-") as folder:
-            statistics = _join(llm.collective_rpc("oscar_save_statistics", args=(folder,)))
-    recipe = build_recipe(statistics, geometry, model=model, text_hash=text_hash(text), center=center)
-    path = cached_recipe_path(model, geometry) if out is None else out
-    path.parent.mkdir(parents=True, exist_ok=True)
+    collected = collect(model, text=text, tokens=tokens, sample=search, progress=progress, **engine_options)
+    recipe = build_recipe(
+        collected.layers,
+        collected.geometry,
+        model=model,
+        text_hash=text_hash(text),
+        method=method,
+        center=center,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        progress=None if progress is None else lambda done, layers: progress("searching", done, layers),
+    )
+    path = cached_recipe_path(model, collected.geometry) if out is None else out
     recipe.save(path)
     return recipe, path

@@ -9,6 +9,7 @@ _CHUNK = 512
 """Tokens multiplied at once; bounds the float64 copies to a few MB a tensor."""
 _GRAMS = ("query_gram", "output_gram", "key_gram", "value_gram")
 _SUMS = ("key_sum", "value_sum", "output_sum")
+_OF_QUERIES = ("query_gram", "output_gram", "output_sum", "rows")
 
 
 class LayerStatistics:
@@ -65,6 +66,11 @@ class LayerStatistics:
         self.tokens += key.shape[0]
         self.rows += query.shape[0] * query.shape[1] // key.shape[1]
 
+    def to(self, device: torch.device | str) -> Self:
+        """The same numbers on a device."""
+        tensors = {name: getattr(self, name).to(device) for name in (*_GRAMS, *_SUMS)}
+        return self.from_state_dict(tensors | {"tokens": self.tokens, "rows": self.rows})
+
     def merge(self, other: Self) -> None:
         """Add the tokens of other statistics of the same layer and heads."""
         for name in (*_GRAMS, *_SUMS):
@@ -84,6 +90,20 @@ class LayerStatistics:
         states = [part.state_dict() for part in parts]
         return cls.from_state_dict(
             states[0] | {name: torch.cat([state[name] for state in states]) for name in (*_GRAMS, *_SUMS)}
+        )
+
+    @classmethod
+    def join_queries(cls, parts: Sequence[Self]) -> Self:
+        """The statistics of the same KV heads from ranks that hold different query heads of them, on the CPU.
+
+        Raises:
+            ValueError: the parts saw different numbers of tokens.
+        """
+        if len({part.tokens for part in parts}) != 1:
+            raise ValueError("The parts of a layer's statistics saw different tokens; calibrate all ranks on one text.")
+        states = [part.state_dict() for part in parts]
+        return cls.from_state_dict(
+            states[0] | {name: sum((s[name] for s in states[1:]), states[0][name]) for name in _OF_QUERIES}
         )
 
     def state_dict(self) -> dict[str, Any]:

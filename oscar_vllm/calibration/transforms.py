@@ -62,6 +62,8 @@ def rotation(covariance: torch.Tensor) -> torch.Tensor:
 def geometric_mean_transform(
     stored_covariance: torch.Tensor,
     weight: torch.Tensor,
+    axes: torch.Tensor | None = None,
+    *,
     ridge: float = 1e-2,
     max_condition: float = 32.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,8 +71,12 @@ def geometric_mean_transform(
 
     Rows x with covariance C are stored as ``x @ stored``, and the error of a restored row counts as e W eᵀ. The step
     follows the spread of the stored row, so the expected error is proportional to tr(T⁻ᵀ W T⁻¹) · tr(T C Tᵀ) with
-    stored = Tᵀ H. It is least where TᵀT = M with M C M = W, that is M = C⁻¹ # W, the geometric mean. In the space of
-    T the two covariances are then the same matrix; T is chosen so that it is diagonal, and H spreads it evenly.
+    stored = Tᵀ H. It is least where TᵀT = M with M C M = W, that is M = C⁻¹ # W, the geometric mean, which leaves
+    the axes of T free. They are the eigenvectors of ``axes`` in the space of T, and H spreads each over all channels.
+    That matters because the levels of a row lie symmetrically: a row along one axis becomes a row of two values, +a and
+    -a, which two bits hold exactly. So the axes are best those of the rows that attention reads most: for values the
+    covariance of the attention output. (SmolLM2-135M, layer 8: the output error falls to a twentieth.)
+
     For keys C is the centered key covariance and W that of the queries, and a query is read as ``q @ read``
     (``key = stored, query = read``). For values C is the centered value covariance and W the output weights' Gram
     matrix (or I), and an output is mapped back by ``readᵀ`` (``value = stored, output = read^T``).
@@ -78,6 +84,7 @@ def geometric_mean_transform(
     Args:
         stored_covariance: [..., D, D] C, computed in float64, D a power of two.
         weight: [..., D, D] W, computed in float64; its scale does not matter.
+        axes: [..., D, D] covariance whose eigenvectors, in the space of T, are spread evenly; None: that of the rows.
         ridge: added to both, in units of their mean eigenvalue. It alone bounds the condition number of the result by
             sqrt((D + ridge) / ridge).
         max_condition: further bound, by raising the smallest eigenvalues of M: BF16 windows and queries live in the
@@ -97,11 +104,11 @@ def geometric_mean_transform(
     vectors, values = _eigen(mean)
     values = values.clamp_min(values[..., :1] / max_condition**2)
     root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
-    axes, energy = _eigen(root @ covariance @ root)
-    # In the space of T the covariance is diag(energy): keep its trace, so that stored numbers are as large as x's.
-    scale = (_trace(covariance) / energy.sum(-1)).sqrt()[..., None, None]
+    turn, _ = _eigen(root @ (covariance if axes is None else _regularize(axes, ridge)) @ root)
+    # Keep the trace of the covariance, so that stored numbers are as large as x's.
+    scale = (_trace(covariance) / _trace(root @ covariance @ root)).sqrt()[..., None, None]
     mix = hadamard(covariance.shape[-1]).to(root.device)
-    stored = (scale * root @ axes @ mix).float()
+    stored = (scale * root @ turn @ mix).float()
     # Inverted after the cast, so that the rounding of the one is undone by the other.
     read = torch.linalg.inv(stored.double()).mT
     return stored, read.float()

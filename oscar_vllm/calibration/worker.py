@@ -1,4 +1,4 @@
-"""What calibration adds to vLLM's workers, by ``worker_extension_cls``: start collecting, hand the statistics over."""
+"""What calibration adds to vLLM's workers, by ``worker_extension_cls``: start collecting, hand the results over."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,9 @@ from typing import Any
 import torch
 
 from oscar_vllm.backend.attention import OscarImpl
+from oscar_vllm.calibration.layer import LayerCalibration
+from oscar_vllm.calibration.output_weights import output_gram
+from oscar_vllm.calibration.sample import SampleObserver
 from oscar_vllm.calibration.statistics import LayerStatistics
 
 
@@ -13,28 +16,42 @@ class CalibrationWorker:
     """Mixed into the worker class; every method runs once per rank through ``LLM.collective_rpc``."""
 
     vllm_config: Any
+    model_runner: Any
+    device: Any
+    oscar_statistics: dict[int, LayerStatistics]
+    oscar_samples: dict[int, SampleObserver]
 
-    def _attention_layers(self) -> dict[int, OscarImpl]:
+    def _attention_layers(self) -> dict[int, tuple[str, OscarImpl]]:
         from vllm.model_executor.models.utils import extract_layer_index
 
         layers = self.vllm_config.compilation_config.static_forward_context
         return {
-            extract_layer_index(name): layer.impl
+            extract_layer_index(name): (name, layer.impl)
             for name, layer in layers.items()
             if isinstance(getattr(layer, "impl", None), OscarImpl)
         }
 
     def oscar_start_statistics(self) -> int:
-        """Collect from now on; returns the number of layers this rank holds."""
+        """Collect statistics from now on; returns the number of layers this rank holds."""
         layers = self._attention_layers()
-        for impl in layers.values():
-            impl.observer = LayerStatistics(impl.num_kv_heads, impl.head_size)
+        self.oscar_samples = {}
+        self.oscar_statistics = {
+            index: LayerStatistics(impl.num_kv_heads, impl.head_size, self.device)
+            for index, (_, impl) in layers.items()
+        }
+        for index, (_, impl) in layers.items():
+            impl.observer = self.oscar_statistics[index]
         return len(layers)
+
+    def oscar_start_sample(self) -> None:
+        """Keep a sample of the next prefill; the statistics do not see it."""
+        for index, (_, impl) in self._attention_layers().items():
+            self.oscar_samples[index] = impl.observer = SampleObserver(impl.scale)
 
     def oscar_save_statistics(self, folder: str) -> str:
         """Write what this rank collected to a file of its own and return its path.
 
-        The file holds the rank's first KV head and the statistics of each of its layers.
+        The file holds the rank's first KV head and what was collected of each of its layers.
         """
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
@@ -42,11 +59,15 @@ class CalibrationWorker:
         layers = self._attention_layers()
         total = self.vllm_config.model_config.get_total_num_kv_heads()
         path = Path(folder) / f"layers-{min(layers)}-rank-{rank}.pt"
-        torch.save(
-            {
-                "first_head": rank * total // ranks,
-                "layers": {index: impl.observer.state_dict() for index, impl in layers.items()},
-            },
-            path,
-        )
+        modules = dict(self.model_runner.get_model().named_modules())
+        states: dict[int, dict[str, Any]] = {}
+        for index, (name, impl) in layers.items():
+            impl.observer = None
+            observer = self.oscar_samples.get(index)
+            sample = observer.sample if observer else None
+            dtype = self.vllm_config.model_config.dtype
+            # Only the search reads the output weights.
+            weight = sample and output_gram(modules, name, impl.num_kv_heads, impl.num_heads, impl.head_size, dtype)
+            states[index] = LayerCalibration(self.oscar_statistics[index], sample, weight).state_dict()
+        torch.save({"first_head": rank * total // ranks, "layers": states}, path)
         return str(path)

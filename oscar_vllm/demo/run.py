@@ -84,7 +84,11 @@ def run_demo(console: Console, *, json_path: Path | None, new_tokens: int) -> di
         recipe, path = calibrate(
             model,
             text=default_text(),
-            progress=lambda done, total: bar.update(task, completed=10 + 30 * done / total, description="calibrating"),
+            progress=lambda step, done, total: bar.update(
+                task,
+                completed=(30 + 10 * done / total) if step == "searching" else 10 + 20 * done / total,
+                description=step,
+            ),
         )
         bar.update(task, completed=40, description="stock backend: starting vLLM")
         with engine(model, **options) as llm:

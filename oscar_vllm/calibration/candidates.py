@@ -1,0 +1,79 @@
+"""The transforms that a layer's keys and values may be stored with, by method."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from oscar_vllm.calibration.search import Transform
+from oscar_vllm.calibration.statistics import LayerStatistics
+from oscar_vllm.calibration.transforms import geometric_mean_transform, hadamard, rotation
+
+Method = Literal["geometric-mean", "oscar", "oscar-per-layer", "hadamard"]
+METHODS: tuple[Method, ...] = get_args(Method)
+RIDGE = 1e-2
+"""Of the geometric mean. Bounds its condition number, and with it what rounding windows and queries to BF16 costs."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One layer's transforms; the first of each list is what the method is named after."""
+
+    key: list[Transform]
+    value: list[Transform]
+    published_key: Transform
+    """OSCAR's rotation of each head, the baseline that a search is compared with."""
+    published_value: Transform
+
+
+def candidates(
+    statistics: LayerStatistics, output_weight: torch.Tensor | None, method: Method, center: bool
+) -> Candidates:
+    """Transforms of one layer, [H, D, D] float32 on the statistics' device.
+
+    - ``oscar``: R = U H P per KV head, R_K from QᵀQ. R_V has to spread what will be stored, weighted by attention as
+      the output sees it: if values are stored less their mean m, that is (V - 1m)ᵀ SᵀS (V - 1m) = (O - 1m)ᵀ(O - 1m).
+    - ``oscar-per-layer``: as published, one R for all heads of a layer.
+    - ``geometric-mean``: the transform that balances the spread of what is stored against what an error of it costs,
+      along the axes that the rotations use; a head may fall back to its rotation.
+    - ``hadamard``: H alone (QuaRot).
+    """
+    key_mean, value_mean = (statistics.key_mean, statistics.value_mean) if center else (None, None)
+    queries, outputs = statistics.query_covariance, statistics.output_covariance(value_mean)
+    key, value = _rotation("rotation", rotation(queries)), _rotation("rotation", rotation(outputs))
+    keys_spread, values_spread = statistics.key_covariance(key_mean), statistics.value_covariance(value_mean)
+    methods: dict[Method, Callable[[], tuple[list[Transform], list[Transform]]]] = {
+        "oscar": lambda: ([key], [value]),
+        "oscar-per-layer": lambda: ([_shared(queries)], [_shared(outputs)]),
+        "hadamard": lambda: ([_hadamard(queries)], [_hadamard(outputs)]),
+        "geometric-mean": lambda: (
+            [_geometric_mean(keys_spread, queries, queries), key],
+            [_geometric_mean(values_spread, _or_identity(output_weight, outputs), outputs), value],
+        ),
+    }
+    keys, values = methods[method]()
+    return Candidates(keys, values, key, value)
+
+
+def _rotation(name: str, matrix: torch.Tensor) -> Transform:
+    return Transform(name, matrix, matrix.mT.contiguous())
+
+
+def _shared(covariance: torch.Tensor) -> Transform:
+    return _rotation("rotation per layer", rotation(covariance.mean(0)).expand_as(covariance).contiguous())
+
+
+def _hadamard(like: torch.Tensor) -> Transform:
+    return _rotation("hadamard", hadamard(like.shape[-1]).to(like.device).float().expand_as(like).contiguous())
+
+
+def _geometric_mean(rows: torch.Tensor, weight: torch.Tensor, axes: torch.Tensor) -> Transform:
+    stored, read = geometric_mean_transform(rows, weight, axes, ridge=RIDGE)
+    return Transform("geometric mean", stored, read.mT.contiguous())
+
+
+def _or_identity(weight: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    if weight is not None:
+        return weight.to(like.device)
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)

@@ -1,0 +1,102 @@
+"""A text through vLLM's own prefill, and what its workers saw of it."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oscar_vllm.calibration.layer import LayerCalibration, join_ranks
+from oscar_vllm.calibration.sample import SAMPLE_TOKENS
+from oscar_vllm.engine import cpu_options, engine
+from oscar_vllm.geometry import ModelGeometry
+
+WORKER = "oscar_vllm.calibration.worker.CalibrationWorker"
+SEQUENCE_TOKENS = 2048
+"""Tokens of one calibration prompt: prefilled in one step, so that its attention is exact."""
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+class CalibrationError(ValueError):
+    """A calibration that cannot be run as asked; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a calibration run brings home."""
+
+    geometry: ModelGeometry
+    layers: list[LayerCalibration]
+
+
+def collect(
+    model: str,
+    *,
+    text: str,
+    tokens: int,
+    sample: bool = True,
+    progress: Progress | None = None,
+    **engine_options: Any,
+) -> Collected:
+    """Prefill the first ``tokens`` tokens of a text for the statistics and, if asked, the next ones for the sample.
+
+    Args:
+        model: a path or Hugging Face id that vLLM serves with full attention.
+        text: of at least ``tokens`` (and ``SAMPLE_TOKENS``, or one context, more with ``sample``) tokens.
+        tokens: how many tokens the statistics see.
+        sample: also keep held-out attention for the search.
+        engine_options: passed to ``vllm.LLM`` (quantization, tensor_parallel_size, ...).
+
+    Raises:
+        CalibrationError: the text is too short.
+        UnsupportedByOscarError: the model is one that OSCAR does not serve.
+    """
+    sequence = min(SEQUENCE_TOKENS, tokens, _context(model) - 1)
+    held_out = min(SAMPLE_TOKENS, sequence) if sample else 0
+    options = {
+        "attention_backend": "OSCAR",
+        "additional_config": {"oscar": {"recipe": "hadamard"}},
+        "worker_extension_cls": WORKER,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 1,
+        "max_model_len": sequence + 1,
+        "max_num_batched_tokens": sequence + 1,
+        "disable_log_stats": True,
+        **cpu_options(),
+        **engine_options,
+    }
+    say = progress or (lambda *_: None)
+    say("starting vLLM", 0, tokens + held_out)
+    with engine(model, **options) as llm:
+        ids = llm.get_tokenizer().encode(text)[: tokens + held_out]
+        if len(ids) < tokens + held_out:
+            raise CalibrationError(
+                f"The calibration text has {len(ids)} tokens and {tokens + held_out} are needed ({held_out} of them to "
+                "choose the quantizer on): give a longer text or a smaller --tokens."
+            )
+        llm.collective_rpc("oscar_start_statistics")
+        for start in range(0, tokens, sequence):
+            _prefill(llm, ids[start : min(start + sequence, tokens)])
+            say("calibrating", min(start + sequence, tokens), tokens + held_out)
+        if held_out:
+            llm.collective_rpc("oscar_start_sample")
+            _prefill(llm, ids[tokens:])
+            say("calibrating", tokens + held_out, tokens + held_out)
+        geometry = ModelGeometry.from_hf_config(llm.llm_engine.vllm_config.model_config.hf_text_config)
+        with tempfile.TemporaryDirectory(prefix="oscar-calibration-") as folder:
+            return Collected(geometry, join_ranks(llm.collective_rpc("oscar_save_statistics", args=(folder,))))
+
+
+def _prefill(llm: Any, ids: Sequence[int]) -> None:
+    from vllm import SamplingParams
+
+    llm.generate([{"prompt_token_ids": list(ids)}], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+
+
+def _context(model: str) -> int:
+    """Longest sequence the model was made for."""
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(model, trust_remote_code=False).get_text_config()
+    return getattr(config, "max_position_embeddings", None) or SEQUENCE_TOKENS + 1

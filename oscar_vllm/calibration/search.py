@@ -1,0 +1,92 @@
+"""Which transform, clip and gain each head's keys and values are stored with: the best on held-out attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from oscar_vllm.calibration.criterion import restored_parts
+
+CLIPS = (1.0, 0.96)
+"""Ratios tried; 1 is no clip."""
+GAINS = (0.94, 0.97, 1.0, 1.03, 1.06, 1.09, 1.12, 1.15)
+ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One way to store the rows of a layer's heads."""
+
+    name: str
+    stored: torch.Tensor
+    """[H, D, D] float32; a row is stored as ``(x - mean) @ stored``."""
+    restore: torch.Tensor
+    """[H, D, D] float32, its inverse."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the search settled on for the keys or the values of one layer."""
+
+    transform: list[str]
+    """[H] name of each head's transform."""
+    stored: torch.Tensor
+    """[H, D, D]"""
+    restore: torch.Tensor
+    """[H, D, D]"""
+    clip: torch.Tensor
+    """[H]"""
+    gain: torch.Tensor
+    """[H]"""
+    error: torch.Tensor
+    """[H] the criterion at the choice."""
+    baseline: torch.Tensor
+    """[H] the criterion with the published method: the rotation, its clip, no refit, no gain."""
+
+
+def search(
+    error: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    mean: torch.Tensor,
+    transforms: Sequence[Transform],
+    *,
+    published: Transform,
+    published_clip: float,
+    rounds: int = ROUNDS,
+    clips: Sequence[float] = CLIPS,
+    gains: Sequence[float] = GAINS,
+) -> Choice:
+    """Try every transform, clip and gain on a layer's held-out rows and keep the best for each head.
+
+    Args:
+        error: ``Criterion.key_error`` or ``Criterion.value_error``.
+        rows: [H, T, D] held-out keys or values.
+        mean: [H, D] what is subtracted before the transform.
+        transforms: candidates; the first wins a tie.
+        published: the rotation that the gain of the search is measured from.
+        published_clip: its clip ratio.
+    """
+    H = rows.shape[0]
+    heads = torch.arange(H, device=rows.device)
+    steps = torch.tensor(gains, device=rows.device)
+    best = torch.full((H,), torch.inf, device=rows.device)
+    kind = torch.zeros(H, dtype=torch.long, device=rows.device)
+    clip, gain = torch.ones(H, device=rows.device), torch.ones(H, device=rows.device)
+    for index, transform in enumerate(transforms):
+        for ratio in clips:
+            parts = restored_parts(rows, transform.stored, transform.restore, mean, ratio, rounds)
+            least, which = error(*parts, steps).min(0)
+            better = least < best
+            best = torch.where(better, least, best)
+            kind = torch.where(better, index, kind)
+            clip, gain = torch.where(better, ratio, clip), torch.where(better, steps[which], gain)
+    parts = restored_parts(rows, published.stored, published.restore, mean, published_clip, 0)
+    return Choice(
+        transform=[transforms[index].name for index in kind.tolist()],
+        stored=torch.stack([t.stored for t in transforms])[kind, heads],
+        restore=torch.stack([t.restore for t in transforms])[kind, heads],
+        clip=clip,
+        gain=gain,
+        error=best,
+        baseline=error(*parts, torch.ones(1, device=rows.device))[0],
+    )
