@@ -37,7 +37,7 @@ class AttentionSample:
     @classmethod
     def take(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Self:
         """From a whole prefill: query [T, H * G, D], key and value [T, H, D]; the first SAMPLE_TOKENS are used."""
-        T, H, D = key.shape
+        T, H = key.shape[:2]
         T = min(T, SAMPLE_TOKENS)
         # From the half on, so that every query has a history; the last one is the last token.
         position = torch.linspace(T // 2, T - 1, min(QUERIES, T - T // 2)).long()
@@ -54,7 +54,8 @@ class AttentionSample:
         return ((keys >= sink) & (keys <= position - recent)).to(self.key.device)
 
     def to(self, device: torch.device | str) -> Self:
-        return type(self)(*(getattr(self, name).to(device) for name in _TENSORS), self.scale)
+        tensors = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return type(self)(**tensors, scale=self.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors on the CPU and the scale, for ``torch.save``."""
@@ -75,8 +76,8 @@ class AttentionSample:
         first = parts[0]
         if any(part.key.shape[1:] != first.key.shape[1:] or part.scale != first.scale for part in parts):
             raise ValueError("The parts of a layer's sample are of different sequences; sample all ranks on one text.")
-        joined = [torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS[:3]]
-        return cls(*joined, first.position, first.scale)
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS[:3]}
+        return cls(**joined, position=first.position, scale=first.scale)
 
     @classmethod
     def join_queries(cls, parts: Sequence[Self]) -> Self:

@@ -66,8 +66,9 @@ class CalibrationWorker:
             observer = self.oscar_samples.get(index)
             sample = observer.sample if observer else None
             dtype = self.vllm_config.model_config.dtype
-            # Only the search reads the output weights.
-            weight = sample and output_gram(modules, name, impl.num_kv_heads, impl.num_heads, impl.head_size, dtype)
+            weight = None
+            if sample is not None:  # only a search reads the output weights
+                weight = output_gram(modules, name, impl.num_kv_heads, impl.num_heads, impl.head_size, dtype)
             states[index] = LayerCalibration(self.oscar_statistics[index], sample, weight).state_dict()
         torch.save({"first_head": rank * total // ranks, "layers": states}, path)
         return str(path)
