@@ -4,10 +4,12 @@ import typer
 
 from oscar_vllm.commands.calibrate import calibrate
 from oscar_vllm.commands.demo import demo
+from oscar_vllm.commands.evaluate import evaluate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="OSCAR: a 2-bit KV cache for stock vLLM.")
 app.command()(calibrate)
 app.command()(demo)
+app.command("eval")(evaluate)
 
 
 def main() -> None:

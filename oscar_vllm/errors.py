@@ -5,12 +5,14 @@ from oscar_vllm.calibration.run import CalibrationError
 from oscar_vllm.calibration.text import TextError
 from oscar_vllm.config import OscarConfigError
 from oscar_vllm.demo.model import DemoModelError
+from oscar_vllm.evaluation.methods import EvaluationError
 from oscar_vllm.geometry import GeometryError
 from oscar_vllm.recipe import RecipeError
 
 EXPECTED = (
     CalibrationError,
     DemoModelError,
+    EvaluationError,
     GeometryError,
     OscarConfigError,
     RecipeError,

@@ -112,4 +112,6 @@ def _sizes(sizes: dict[str, Any], vocabulary: int, tied: bool) -> dict[str, Any]
         "tie_word_embeddings": tied,
         "vocab_size": vocabulary,
         "torch_dtype": "bfloat16",
+        # Without a version transformers 5 takes every large byte-level tokenizer for a broken one of Mistral's.
+        "transformers_version": "5.0.0",
     }

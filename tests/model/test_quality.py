@@ -1,50 +1,63 @@
 """Teacher-forced quality through the served path, on text that no recipe was calibrated on."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from oscar_vllm.evaluation.served import Quality, compare, record_logits
+from oscar_vllm.evaluation.divergence import Quality
+from oscar_vllm.evaluation.served import compare, record, teacher_forcing, use_recipe
 
 from .conftest import in_process
 
-SKIP = 320
-PROMPTS, LENGTH, CHUNK = 2, 2400, 64
+SKIP, LENGTH, CHUNK, PROMPTS = 320, 2400, 64, 2
 
 
 @pytest.fixture(scope="module")
-def qualities(model: str, recipe: Path, held_out: list[int], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Quality of the default and of windows and centering off, against the stock backend over 4,158 positions."""
+def prompts(held_out: list[int]) -> list[list[int]]:
+    return [held_out[i * LENGTH : (i + 1) * LENGTH] for i in range(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def recorded(model: str, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The stock backend's logits over 4,158 positions."""
     folder = tmp_path_factory.mktemp("logits")
-    prompts = [held_out[i * LENGTH : (i + 1) * LENGTH] for i in range(PROMPTS)]
+    with in_process(), teacher_forcing(model, longest=LENGTH, chunk=CHUNK) as llm:
+        record(llm, prompts, folder, skip=SKIP, chunk=CHUNK)
+        again = compare(llm, prompts[:1], folder, skip=SKIP, chunk=CHUNK)
+        assert (again.kl, again.top1, again.nll) == (0, 1, again.reference_nll)
+        yield folder
 
-    def record(name: str, **options: Any) -> list[list[Path]]:
-        with in_process():
-            return record_logits(model, prompts, folder / name, chunk=CHUNK, **options)
 
-    def served(**config: Any) -> dict[str, Any]:
-        return {"attention_backend": "OSCAR", "additional_config": {"oscar": config}}
-
-    reference = record("stock")
-    runs = {
-        "default": served(recipe=str(recipe)),
-        "crippled": served(recipe="hadamard", sink=0, recent=0),
-    }
-    return {name: compare(prompts, reference, record(name, **options), skip=SKIP) for name, options in runs.items()}
+@pytest.fixture(scope="module")
+def qualities(model: str, recipe: Path, prompts: list[list[int]], recorded: Path) -> dict[str, Quality]:
+    """One engine, first with the calibrated recipe, then with the uncalibrated rotation in its place."""
+    options = {"attention_backend": "OSCAR", "additional_config": {"oscar": {"recipe": "hadamard"}}}
+    rules = {"skip": SKIP, "chunk": CHUNK}
+    with in_process(), teacher_forcing(model, longest=LENGTH, chunk=CHUNK, **options) as llm:
+        use_recipe(llm, str(recipe))
+        calibrated = compare(llm, prompts, recorded, **rules)
+        use_recipe(llm, "hadamard")
+        return {"calibrated": calibrated, "hadamard": compare(llm, prompts, recorded, **rules)}
 
 
 def test_calibrated_cache_keeps_the_distribution(qualities: dict[str, Quality]) -> None:
-    quality = qualities["default"]
+    quality = qualities["calibrated"]
     print(quality)
-    assert quality.positions >= 4_000
+    assert quality.positions == PROMPTS * (LENGTH - 1 - SKIP)
     assert quality.kl <= 0.08
     assert quality.top1 >= 0.88
 
 
 def test_measurement_can_fail(qualities: dict[str, Quality]) -> None:
-    """Without windows, calibration and centering the same measurement is far outside."""
-    quality = qualities["crippled"]
-    print(quality)
-    assert quality.kl > 0.2
-    assert quality.top1 < 0.8
+    """Without calibration and centering the same measurement is clearly worse: the other recipe was in place."""
+    print(qualities["hadamard"])
+    assert qualities["hadamard"].kl > 1.4 * qualities["calibrated"].kl
+
+
+def test_logits_are_kept_in_the_models_own_type_and_nothing_of_the_start(recorded: Path) -> None:
+    files = sorted((recorded / "0000").iterdir())
+    logits = torch.load(files[0], weights_only=True)
+    assert (files[0].name, logits.dtype, logits.shape[0]) == ("00000320.pt", torch.bfloat16, CHUNK)
+    assert len(files) == -(-(LENGTH - SKIP) // CHUNK)

@@ -1,0 +1,110 @@
+"""Recipes of the methods that ours is compared with: naive INT2, and OSCAR as it was published."""
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oscar_vllm.calibration.run import _join as join_statistics
+from oscar_vllm.calibration.statistics import LayerStatistics
+from oscar_vllm.calibration.transforms import rotation
+from oscar_vllm.engine import cpu_options, engine
+from oscar_vllm.geometry import ModelGeometry
+from oscar_vllm.recipe import KEY_CLIP, VALUE_CLIP, OscarRecipe, RecipeMetadata
+
+_WORKER = "oscar_vllm.calibration.worker.CalibrationWorker"
+
+
+def naive_recipe(geometry: ModelGeometry, model: str) -> OscarRecipe:
+    """Plain INT2: keys and values as they are, the whole range of a row in four steps, no centering."""
+    eye = torch.eye(geometry.head_size).expand(geometry.num_layers, 1, -1, -1)
+    return _rotation_recipe(geometry, model, "naive", eye, eye, clips=(1.0, 1.0), text_hash="", tokens=0)
+
+
+def published_recipe(
+    statistics: Sequence[LayerStatistics], geometry: ModelGeometry, *, model: str, text_hash: str
+) -> OscarRecipe:
+    """OSCAR as published (arXiv 2605.17757): one rotation per layer, clips 0.96 and 0.92, not centered.
+
+    The value covariance is exact (OᵀO); the published code approximates it with key norms.
+    """
+    key = torch.stack([rotation(layer.query_covariance.mean(0).cpu()) for layer in statistics])
+    value = torch.stack([rotation(layer.output_covariance().mean(0).cpu()) for layer in statistics])
+    return _rotation_recipe(
+        geometry,
+        model,
+        "oscar-published",
+        key[:, None],
+        value[:, None],
+        clips=(KEY_CLIP, VALUE_CLIP),
+        text_hash=text_hash,
+        tokens=statistics[0].tokens,
+    )
+
+
+def collect_statistics(
+    model: str, text: str, tokens: int, *, sequence: int = 2048, **options: Any
+) -> list[LayerStatistics]:
+    """Statistics of every layer over the first ``tokens`` tokens of a text, prompts of ``sequence`` tokens."""
+    from vllm import SamplingParams
+
+    settings: dict[str, Any] = {
+        "attention_backend": "OSCAR",
+        "additional_config": {"oscar": {"recipe": "hadamard"}},
+        "worker_extension_cls": _WORKER,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 1,
+        "max_model_len": sequence + 1,
+        "max_num_batched_tokens": sequence + 1,
+        "disable_log_stats": True,
+        **cpu_options(),
+        **options,
+    }
+    with engine(model, **settings) as llm, tempfile.TemporaryDirectory(prefix="oscar-statistics-") as folder:
+        ids = llm.get_tokenizer().encode(text)[:tokens]
+        llm.collective_rpc("oscar_start_statistics")
+        for start in range(0, len(ids), sequence):
+            prompt = {"prompt_token_ids": ids[start : start + sequence]}
+            llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+        return join_statistics(llm.collective_rpc("oscar_save_statistics", args=(folder,)))
+
+
+def _rotation_recipe(
+    geometry: ModelGeometry,
+    model: str,
+    method: str,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    clips: tuple[float, float],
+    text_hash: str,
+    tokens: int,
+) -> OscarRecipe:
+    """Rotations [L, 1 or H, D, D], no means, fixed clips, no gain."""
+    L, H, D = geometry.num_layers, geometry.num_kv_heads, geometry.head_size
+    key, value = (part.float().expand(L, H, D, D).contiguous() for part in (key, value))
+    one = torch.ones(L, H)
+    return OscarRecipe(
+        key=key,
+        query=key.clone(),
+        value=value,
+        output=value.mT.contiguous(),
+        key_mean=torch.zeros(L, H, D),
+        value_mean=torch.zeros(L, H, D),
+        key_clip=one * clips[0],
+        value_clip=one * clips[1],
+        key_gain=one.clone(),
+        value_gain=one.clone(),
+        metadata=RecipeMetadata(
+            model=model,
+            geometry=geometry,
+            geometry_hash=geometry.hash(),
+            method=method,
+            centered=False,
+            rounds=0,
+            text_hash=text_hash,
+            tokens=tokens,
+        ),
+    )

@@ -1,0 +1,201 @@
+"""``oscar eval`` from end to end: as few engines as possible, every method over the same texts and prompts."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from oscar_vllm.calibration.text import held_out_text, text_hash
+from oscar_vllm.evaluation.divergence import Quality
+from oscar_vllm.evaluation.generation import NEEDLE_TOKENS, answering, find_needles, solve
+from oscar_vllm.evaluation.humaneval import FILLER_TOKENS, NEW_TOKENS, load_problems
+from oscar_vllm.evaluation.kivi import kivi_quality
+from oscar_vllm.evaluation.methods import BF16, EvaluationError, Method, windows_of
+from oscar_vllm.evaluation.needle import make_needles
+from oscar_vllm.evaluation.recipes import prepare_recipes
+from oscar_vllm.evaluation.sandbox import Sandbox
+from oscar_vllm.evaluation.served import compare, record, teacher_forcing, use_recipe
+from oscar_vllm.geometry import ModelGeometry
+from oscar_vllm.recipe import OscarRecipe
+
+SKIP = 320
+"""Positions at a text's beginning that are left out: all they attend to lies in the unquantized windows."""
+CHUNK = 64
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+Say = Callable[[str], None]
+Keep = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Plan:
+    """What to evaluate."""
+
+    model: str
+    methods: list[Method]
+    tokens: int = 8000
+    """Positions to compare, at least; 0: no teacher-forced comparison."""
+    length: int = 2400
+    """Tokens of one text."""
+    needle_lengths: tuple[int, ...] = ()
+    needle_repeats: int = 1
+    problems: int = 0
+    """HumanEval problems to solve, of 164."""
+    tasks: list[Method] = field(default_factory=list)
+    """Methods that answer needles and HumanEval."""
+    recipe: Path | None = None
+    """Of ``ours``; None: the cached one."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+
+
+def evaluate(plan: Plan, say: Say, keep: Keep = lambda figures: None) -> dict[str, Any]:
+    """Run the plan and return its figures, ready for JSON.
+
+    Args:
+        plan: what to evaluate.
+        say: called with what is being done.
+        keep: called with the figures so far whenever a method is done, so that an interrupted run leaves something.
+
+    Raises:
+        EvaluationError: the plan asks for texts or prompts that the model's context or the shipped text cannot give.
+    """
+    tokenizer, geometry, context = _load(plan.model)
+    used = [*(plan.methods if plan.tokens else ()), *plan.tasks]
+    figures: dict[str, Any] = {
+        "model": Path(plan.model).name,
+        "geometry": geometry.model_dump(),
+        "methods": {m.name: {"title": m.title, "path": m.path, "bits": m.bits(geometry)} for m in used},
+        "text_hash": text_hash(held_out_text()),
+        **_versions(),
+    }
+    with tempfile.TemporaryDirectory(prefix="oscar-eval-") as scratch:
+        folder = Path(scratch)
+        names = {m.recipe for m in used if m.recipe is not None}
+        recipes = prepare_recipes(plan.model, geometry, names, folder, ours=plan.recipe, say=say, **plan.engine_options)
+        figures["recipes"] = {name: _describe(path) for name, path in recipes.items() if Path(path).is_file()}
+        if plan.tokens:
+            for figures["distribution"] in _distribution(plan, tokenizer, context, recipes, folder / "logits", say):
+                keep(figures)
+        if plan.needle_lengths or plan.problems:
+            for part in _tasks(plan, tokenizer, context, recipes, say):
+                figures |= part
+                keep(figures)
+    return figures
+
+
+def _distribution(
+    plan: Plan, tokenizer: Any, context: int, recipes: dict[str, str], folder: Path, say: Say
+) -> Iterator[dict[str, Any]]:
+    """The figures after every method."""
+    length = min(plan.length, context - 1)
+    count = -(-plan.tokens // max(length - 1 - SKIP, 1))
+    ids = tokenizer.encode(held_out_text())
+    if length <= SKIP + 1 or count * length > len(ids):
+        raise EvaluationError(
+            f"{plan.tokens} positions in texts of {length} tokens need {count * length} tokens and the shipped text "
+            f"has {len(ids)}; ask for fewer --tokens or another --length."
+        )
+    prompts = [ids[i * length : (i + 1) * length] for i in range(count)]
+    rules = {"skip": SKIP, "chunk": CHUNK}
+
+    def start(**options: Any) -> AbstractContextManager[Any]:
+        return teacher_forcing(plan.model, longest=length, chunk=CHUNK, **plan.engine_options, **options)
+
+    rows: dict[str, Quality] = {}
+
+    def so_far() -> dict[str, Any]:
+        in_order = {method.name: asdict(rows[method.name]) for method in plan.methods if method.name in rows}
+        return {**rules, "texts": count, "length": length, "rows": in_order}
+
+    for method, llm in _served(plan.methods, start, recipes, say):
+        say(f"{method.title}: {count} texts of {length} tokens")
+        if method.name == BF16:
+            record(llm, prompts, folder, **rules)
+        else:
+            rows[method.name] = compare(llm, prompts, folder, **rules)
+            yield so_far()
+    reference = [method for method in plan.methods if method.path == "reference maths"]
+    if reference:
+        say("reference maths")
+        windows = [windows_of(method) for method in reference]
+        qualities = kivi_quality(plan.model, prompts, windows, **rules)
+        rows |= {method.name: quality for method, quality in zip(reference, qualities, strict=True)}
+    yield so_far()
+
+
+def _tasks(plan: Plan, tokenizer: Any, context: int, recipes: dict[str, str], say: Say) -> Iterator[dict[str, Any]]:
+    """The figures after every method."""
+    lengths = [length for length in plan.needle_lengths if length + NEEDLE_TOKENS <= context]
+    needles = make_needles(tokenizer, held_out_text(), lengths, DEPTHS, repeats=plan.needle_repeats)
+    problems = load_problems(tokenizer)[: plan.problems] if plan.problems else []
+    sandbox = Sandbox.strongest() if problems else None
+    longest = [len(needle.prompt) + NEEDLE_TOKENS for needle in needles]
+    longest += [len(problem.prompt) + NEW_TOKENS for problem in problems]
+    if max(longest, default=0) > context:
+        raise EvaluationError(f"The prompts need {max(longest)} tokens and the model's context is {context}.")
+
+    def start(**options: Any) -> AbstractContextManager[Any]:
+        return answering(plan.model, longest=max(longest), **plan.engine_options, **options)
+
+    figures: dict[str, Any] = {}
+    if sandbox is not None:
+        figures["humaneval_setting"] = {
+            "filler_tokens": FILLER_TOKENS,
+            "shortest_prompt": min(len(problem.prompt) for problem in problems),
+            "new_tokens": NEW_TOKENS,
+            "sandbox": asdict(sandbox),
+        }
+    for method, llm in _served(plan.tasks, start, recipes, say):
+        if needles:
+            say(f"{method.title}: {len(needles)} needle prompts")
+            figures.setdefault("needle", {})[method.name] = find_needles(llm, needles)
+        if sandbox is not None:
+            say(f"{method.title}: {len(problems)} HumanEval problems")
+            figures.setdefault("humaneval", {})[method.name] = solve(llm, problems, sandbox)
+        yield figures
+
+
+def _served(
+    methods: Sequence[Method], start: Callable[..., AbstractContextManager[Any]], recipes: dict[str, str], say: Say
+) -> Iterator[tuple[Method, Any]]:
+    """Each served method with an engine set up for it; methods with equal options share one."""
+    served = [method for method in methods if method.path == "served"]
+    # The reference comes first; the sort is stable.
+    served.sort(key=lambda method: (method.name != BF16, method.recipe is not None, not method.windows))
+    for options, group in groupby(served, Method.engine_options):
+        members = list(group)
+        say(f"{members[0].title}: starting vLLM")
+        with start(**options) as llm:
+            for method in members:
+                if method.recipe is not None:
+                    use_recipe(llm, recipes[method.recipe])
+                yield method, llm
+
+
+def _load(model: str) -> tuple[Any, ModelGeometry, int]:
+    from transformers import AutoTokenizer
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(model, trust_remote_code=False)
+    geometry = ModelGeometry.from_hf_config(config)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
+    # The evaluation cuts a long text into prompts; the tokenizer need not warn of its length.
+    return AutoTokenizer.from_pretrained(model, model_max_length=1 << 30), geometry, context
+
+
+def _describe(path: str) -> dict[str, Any]:
+    recipe = OscarRecipe.load(path)
+    keep = ("method", "centered", "rounds", "tokens", "text_hash")
+    return {"hash": recipe.content_hash(), **recipe.metadata.model_dump(include=set(keep))}
+
+
+def _versions() -> dict[str, Any]:
+    import platform
+
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}"
+    return {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version(), "device": device}
