@@ -7,6 +7,7 @@ from oscar_vllm.config import OscarConfigError
 from oscar_vllm.demo.model import DemoModelError
 from oscar_vllm.evaluation.methods import EvaluationError
 from oscar_vllm.geometry import GeometryError
+from oscar_vllm.hub import HubError
 from oscar_vllm.recipe import RecipeError
 
 EXPECTED = (
@@ -14,6 +15,7 @@ EXPECTED = (
     DemoModelError,
     EvaluationError,
     GeometryError,
+    HubError,
     OscarConfigError,
     RecipeError,
     TextError,

@@ -1,4 +1,4 @@
-"""Which recipe serves a model: the configured one, or the one calibrated and cached for it."""
+"""Which recipe serves a model: the configured one, else the one cached for it, else a published one."""
 
 import functools
 import hashlib
@@ -8,32 +8,52 @@ from typing import Any
 
 from oscar_vllm.config import OscarConfig
 from oscar_vllm.geometry import ModelGeometry
+from oscar_vllm.hub import HubError, download
 from oscar_vllm.paths import cache_dir
 from oscar_vllm.recipe import OscarRecipe, RecipeError
+from oscar_vllm.recipe_published import import_published
 
 HADAMARD = "hadamard"
 HUB_FILE = "oscar_recipe.safetensors"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def cached_recipe_path(model: str, geometry: ModelGeometry) -> Path:
-    """Where ``oscar calibrate`` puts the recipe of a model: keyed by its name (or real path) and geometry."""
+    """Where ``oscar calibrate`` puts the recipe of a model: keyed by its geometry and its weights (or hub id)."""
     local = Path(model).expanduser()
-    identity = str(local.resolve()) if local.exists() else model
+    identity = fingerprint(local) if local.is_dir() else model
     digest = hashlib.sha256(f"{identity}\n{geometry.hash()}".encode()).hexdigest()[:16]
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(identity).name)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", (local.resolve() if local.exists() else local).name)
     return cache_dir() / "recipes" / f"{name}-{digest}.safetensors"
 
 
-def _download(reference: str) -> Path:
-    from huggingface_hub import hf_hub_download
+def fingerprint(folder: Path) -> str:
+    """A hash of a model's folder that a copy keeps and a fine-tune changes, without reading all of its weights.
 
+    Over the configuration, and of every weight file its name, its size and pieces of 64 KiB at eight places.
+    """
+    digest = hashlib.sha256()
+    config = folder / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for file in sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            for place in range(8):
+                stream.seek(size * place // 8)
+                digest.update(stream.read(1 << 16))
+    return digest.hexdigest()
+
+
+def _download(reference: str) -> Path:
     repository, _, revision = reference.partition("@")
     try:
-        return Path(hf_hub_download(repository, HUB_FILE, revision=revision or None))
-    except Exception as error:  # the hub client raises many kinds; the sentence below names the cause
+        return download(repository, HUB_FILE, revision)
+    except HubError as error:
         raise RecipeError(
-            f'oscar recipe "{reference}" is neither a file nor a Hugging Face repository with {HUB_FILE} that can be '
-            f"reached ({type(error).__name__}); give the path of a recipe or make one with `oscar calibrate`"
+            f'oscar recipe "{reference}" is not a file here, and {str(error).rstrip(".")}, or make a recipe with '
+            "`oscar calibrate`"
         ) from None
 
 
@@ -45,7 +65,7 @@ def recipe_path(configured: str | None, model: str, geometry: ModelGeometry) -> 
     """
     if configured is None:
         path = cached_recipe_path(model, geometry)
-        if not path.is_file():
+        if not path.is_file() and not import_published(model, geometry, path):
             raise RecipeError(
                 f"OSCAR has no recipe for {model}; make one with `oscar calibrate {model}`, or name one with "
                 '--additional-config \'{"oscar": {"recipe": PATH}}\''

@@ -10,6 +10,12 @@ from oscar_vllm.config import OscarConfig
 
 logger = logging.getLogger("vllm.oscar")
 
+UNCENTERED = (
+    "OSCAR recipe is not centered: keys and values keep their means, which two bits then have to carry; expect several "
+    "times the divergence, and useless output from models with key biases (Qwen2). `oscar calibrate MODEL` makes a "
+    "centered recipe, `oscar calibrate MODEL --means-only --recipe RECIPE` adds the means to this one."
+)
+
 
 def describe(vllm_config: Any, pool_blocks: int) -> list[str]:
     """The lines of the block for a pool of ``pool_blocks`` blocks."""
@@ -22,7 +28,7 @@ def describe(vllm_config: Any, pool_blocks: int) -> list[str]:
     fit = tokens_that_fit(pool_blocks, tokens, config.sink, config.recent)
     dense = pool_blocks * layout.page_bytes // (2 * 2 * head_size)
     source = f"calibrated on {metadata.tokens:,} tokens" if metadata.tokens else "not calibrated"
-    centered = "centered" if metadata.centered else "NOT centered: expect a loss on models with key biases"
+    centered = "centered" if metadata.centered else "not centered"
     return [
         f"OSCAR recipe {recipe.content_hash()[:12]}: {metadata.method}, {source}, {centered}",
         f"OSCAR cache: sink {config.sink} | history INT2, page format {FORMAT_VERSION} | recent {config.recent}, "
@@ -38,3 +44,5 @@ def log_startup(vllm_config: Any) -> None:
         return
     for line in describe(vllm_config, blocks):
         logger.info(line)
+    if not load_recipe(vllm_config).metadata.centered:
+        logger.warning(UNCENTERED)

@@ -94,6 +94,18 @@ def _prefill(llm: Any, ids: Sequence[int]) -> None:
     llm.generate([{"prompt_token_ids": list(ids)}], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
 
 
+def model_geometry(model: str) -> ModelGeometry:
+    """The attention geometry of a model, from its configuration alone.
+
+    Raises:
+        GeometryError: the configuration says too little about its attention.
+        OSError: there is no such model.
+    """
+    from vllm.transformers_utils.config import get_config
+
+    return ModelGeometry.from_hf_config(get_config(model, trust_remote_code=False))
+
+
 def _context(model: str) -> int:
     """Longest sequence the model was made for."""
     from vllm.transformers_utils.config import get_config

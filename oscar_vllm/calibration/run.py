@@ -9,13 +9,14 @@ import torch
 from oscar_vllm.backend.recipes import cached_recipe_path
 from oscar_vllm.calibration.build import build_recipe
 from oscar_vllm.calibration.candidates import Method
-from oscar_vllm.calibration.collect import CalibrationError, Progress, collect
+from oscar_vllm.calibration.collect import CalibrationError, Progress, collect, model_geometry
 from oscar_vllm.calibration.layer import join_ranks
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.text import text_hash
 from oscar_vllm.recipe import OscarRecipe
+from oscar_vllm.recipe_format import MEANS
 
-__all__ = ["DEFAULT_TOKENS", "CalibrationError", "calibrate"]
+__all__ = ["DEFAULT_TOKENS", "CalibrationError", "add_means", "calibrate"]
 
 DEFAULT_TOKENS = 8192
 
@@ -71,3 +72,30 @@ def calibrate(
     path = cached_recipe_path(model, collected.geometry) if out is None else out
     recipe.save(path)
     return recipe, path
+
+
+def add_means(
+    recipe: OscarRecipe,
+    model: str,
+    *,
+    text: str,
+    tokens: int = DEFAULT_TOKENS,
+    out: Path,
+    progress: Progress | None = None,
+    **engine_options: Any,
+) -> OscarRecipe:
+    """Calibrate only the means of keys and values, and put them into a recipe that has none (an imported one).
+
+    Raises:
+        CalibrationError: the text is too short.
+        RecipeError: the recipe is of another model.
+    """
+    recipe.check_geometry(model_geometry(model))
+    collected = collect(model, text=text, tokens=tokens, sample=False, progress=progress, **engine_options)
+    means = {
+        name: torch.stack([getattr(layer.statistics, name) for layer in collected.layers]).float() for name in MEANS
+    }
+    update = {"centered": True, "tokens": tokens, "text_hash": text_hash(text)}
+    centered = OscarRecipe(**recipe.tensors() | means, metadata=recipe.metadata.model_copy(update=update))
+    centered.save(out)
+    return centered
