@@ -68,12 +68,15 @@ def evaluate(
         engine_options={"tensor_parallel_size": tensor_parallel_size, "quantization": quantization, **options},
     )
     with console.status("starting") as status:
+        said = ""
 
         def say(step: str) -> None:
+            nonlocal said
             if console.is_terminal:
                 status.update(step)
-            else:
-                console.print(step, style="dim", soft_wrap=True)
+            elif step != said:
+                console.print(step, soft_wrap=True)
+            said = step
 
         figures = run(plan, say, keep)
     print_report(console, figures)

@@ -1,19 +1,13 @@
 """Recipes of the methods that ours is compared with: naive INT2, and OSCAR as it was published."""
 
-import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from oscar_vllm.calibration.run import _join as join_statistics
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.transforms import rotation
-from oscar_vllm.engine import cpu_options, engine
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import KEY_CLIP, VALUE_CLIP, OscarRecipe, RecipeMetadata
-
-_WORKER = "oscar_vllm.calibration.worker.CalibrationWorker"
 
 
 def naive_recipe(geometry: ModelGeometry, model: str) -> OscarRecipe:
@@ -41,34 +35,6 @@ def published_recipe(
         text_hash=text_hash,
         tokens=statistics[0].tokens,
     )
-
-
-def collect_statistics(
-    model: str, text: str, tokens: int, *, sequence: int = 2048, **options: Any
-) -> list[LayerStatistics]:
-    """Statistics of every layer over the first ``tokens`` tokens of a text, prompts of ``sequence`` tokens."""
-    from vllm import SamplingParams
-
-    settings: dict[str, Any] = {
-        "attention_backend": "OSCAR",
-        "additional_config": {"oscar": {"recipe": "hadamard"}},
-        "worker_extension_cls": _WORKER,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "max_num_seqs": 1,
-        "max_model_len": sequence + 1,
-        "max_num_batched_tokens": sequence + 1,
-        "disable_log_stats": True,
-        **cpu_options(),
-        **options,
-    }
-    with engine(model, **settings) as llm, tempfile.TemporaryDirectory(prefix="oscar-statistics-") as folder:
-        ids = llm.get_tokenizer().encode(text)[:tokens]
-        llm.collective_rpc("oscar_start_statistics")
-        for start in range(0, len(ids), sequence):
-            prompt = {"prompt_token_ids": ids[start : start + sequence]}
-            llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
-        return join_statistics(llm.collective_rpc("oscar_save_statistics", args=(folder,)))
 
 
 def _rotation_recipe(

