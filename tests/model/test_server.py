@@ -1,6 +1,7 @@
 """``vllm serve`` on this machine, asked by the openai client."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from urllib.request import urlopen
 import pytest
 from openai import OpenAI
 
+from oscar_vllm.recipe import OscarRecipe
+
 START_SECONDS = 240
 
 
@@ -23,7 +26,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def client(model: str, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def server(model: str, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A server started as the README says: its engine in a process of its own, the model compiled."""
     port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
@@ -44,22 +47,52 @@ def client(model: str, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment.pop("TRITON_INTERPRET", None)
     with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
         for _ in range(START_SECONDS):
             try:
                 urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
                 break
             except (URLError, ConnectionError, TimeoutError):
-                assert server.poll() is None, log.read_text()[-4000:]
+                assert process.poll() is None, log.read_text()[-4000:]
                 time.sleep(1)
         else:
             pytest.fail(log.read_text()[-4000:])
-        assert "OSCAR" in log.read_text()
-        yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        yield f"http://127.0.0.1:{port}", log
     finally:
-        server.terminate()
-        server.wait(60)
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def client(server: tuple[str, Path]) -> OpenAI:
+    return OpenAI(base_url=f"{server[0]}/v1", api_key="none")
+
+
+def test_start_up_log_tells_what_is_served(server: tuple[str, Path], recipe: Path) -> None:
+    block = re.search(
+        r"OSCAR recipe ([0-9a-f]{12}): \S+, calibrated on [\d,]+ tokens, centered.*"
+        r"OSCAR cache: sink 64 \| history INT2, page format 1 \| recent 256, (\d\.\d\d) bits per element at 2,048 tok.*"
+        r"OSCAR memory: ([\d,]+) KV tokens in requests of 2,048, (\d\.\d) times what a 16-bit cache holds",
+        server[1].read_text(),
+        re.DOTALL,
+    )
+    assert block is not None
+    assert block[1] == OscarRecipe.load(recipe).content_hash()[:12]
+
+
+def test_metrics_tell_what_the_cache_holds(server: tuple[str, Path]) -> None:
+    metrics = urlopen(f"{server[0]}/metrics", timeout=10).read().decode()
+    log = server[1].read_text()
+    tokens = re.search(r"OSCAR memory: ([\d,]+) KV tokens", log)
+    bits = re.search(r"recent 256, (\d\.\d\d) bits per element", log)
+    assert tokens is not None
+    assert bits is not None
+    labels = r'\{engine="0",model_name="demo"\}'
+    assert float(re.search(rf"oscar:kv_tokens{labels} (\S+)", metrics)[1]) == int(tokens[1].replace(",", ""))
+    assert float(re.search(rf"oscar:bits_per_element{labels} (\S+)", metrics)[1]) == pytest.approx(
+        float(bits[1]), abs=0.005
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streaming"])
