@@ -196,6 +196,8 @@ def _versions() -> dict[str, Any]:
 
     import torch
     import vllm
+    from vllm.platforms import current_platform
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}"
+    # Asked of the driver: opening the GPU here would keep a part of its memory from the engines.
+    device = f"CPU {platform.machine()}" if current_platform.is_cpu() else current_platform.get_device_name()
     return {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version(), "device": device}
