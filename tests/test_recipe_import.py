@@ -154,7 +154,7 @@ def test_files_that_are_no_tensors(tmp_path: Path, content: bytes) -> None:
     ) as e:
         read_rotations(path, GEOMETRY)
     assert "\n" not in str(e.value)
-    with pytest.raises(RecipeError, match="none.pt is not there; give the path of a rotation file.$"):
+    with pytest.raises(RecipeError, match=r"none.pt is not there; give the path of a rotation file.$"):
         read_rotations(tmp_path / "none.pt", GEOMETRY)
 
 

@@ -159,12 +159,16 @@ def test_search_is_never_worse_than_its_candidates() -> None:
     criterion, mean = Criterion(take()), torch.zeros(H, D)
     mix = hadamard(D).float().expand(H, D, D)
     transform = Transform("H", mix, mix)
-    grid = {"clips": (1.0, 0.9), "gains": (0.9, 1.0, 1.1, 1.2)}
-    choice = search(
-        criterion.key_error, criterion.key, mean, [transform], published=transform, published_clip=0.96, **grid
-    )
-    for clip in grid["clips"]:
+    clips, gains = (1.0, 0.9), (0.9, 1.0, 1.1, 1.2)
+    options = {"published": transform, "published_clip": 0.96, "clips": clips, "gains": gains}
+    choice = search(criterion.key_error, criterion.key, mean, [transform], **options)
+    for clip in clips:
         parts = restored_parts(criterion.key, mix, mix, mean, clip, 4)
-        assert (choice.error <= criterion.key_error(*parts, torch.tensor(grid["gains"])) + 1e-9).all()
+        assert (choice.error <= criterion.key_error(*parts, torch.tensor(gains)) + 1e-9).all()
+    further = search(criterion.key_error, criterion.key, mean, [transform], overshoot=1, **options)
+    assert torch.equal(further.clip, choice.clip)
+    at = [gains.index(pytest.approx(gain)) for gain in choice.gain.tolist()]
+    assert further.gain.tolist() == pytest.approx([gains[min(index + 1, 3)] for index in at])
+    assert (further.error >= choice.error).all()
     parts = restored_parts(criterion.key, mix, mix, mean, 0.96, 0)
     torch.testing.assert_close(choice.baseline, criterion.key_error(*parts, torch.ones(1))[0])

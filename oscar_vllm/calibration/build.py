@@ -8,7 +8,7 @@ from oscar_vllm.calibration.candidates import Method, candidates
 from oscar_vllm.calibration.criterion import Criterion
 from oscar_vllm.calibration.diagnostics import Side, diagnose
 from oscar_vllm.calibration.layer import LayerCalibration
-from oscar_vllm.calibration.search import ROUNDS, Choice, Transform, search
+from oscar_vllm.calibration.search import KEY_OVERSHOOT, ROUNDS, Choice, Transform, search
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import KEY_CLIP, VALUE_CLIP, OscarRecipe, RecipeMetadata
@@ -91,6 +91,7 @@ def _build_layer(
             found.key,
             published=found.published_key,
             published_clip=KEY_CLIP,
+            overshoot=KEY_OVERSHOOT,
         )
         value = search(
             criterion.value_error,

@@ -51,7 +51,8 @@ def collect(
         CalibrationError: the text is too short.
         UnsupportedByOscarError: the model is one that OSCAR does not serve.
     """
-    sequence = min(SEQUENCE_TOKENS, tokens, _context(model) - 1)
+    limit = engine_options.get("max_model_len") or _context(model)
+    sequence = min(SEQUENCE_TOKENS, tokens, limit - 1)
     held_out = min(SAMPLE_TOKENS, sequence) if sample else 0
     options = {
         "attention_backend": "OSCAR",

@@ -1,0 +1,83 @@
+"""Calibration of a real model through vLLM's prefill."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from oscar_vllm.calibration.build import build_recipe
+from oscar_vllm.calibration.collect import CalibrationError, Collected, collect
+from oscar_vllm.calibration.run import add_means
+from oscar_vllm.calibration.text import default_text
+from oscar_vllm.recipe import OscarRecipe
+
+from .conftest import in_process
+
+TOKENS = 600  # a whole prompt and a short one
+
+
+@pytest.fixture(scope="module")
+def collected(model: str) -> Collected:
+    with in_process():
+        return collect(model, text=default_text(), tokens=TOKENS, max_model_len=513, max_num_batched_tokens=513)
+
+
+def test_every_layer_is_seen_whole(collected: Collected) -> None:
+    geometry = collected.geometry
+    assert len(collected.layers) == geometry.num_layers
+    for layer in collected.layers:
+        assert layer.statistics.tokens == TOKENS
+        assert layer.statistics.rows == TOKENS * geometry.group
+        assert layer.sample is not None
+        assert layer.sample.key.shape[::2] == (geometry.num_kv_heads, geometry.head_size)
+        assert layer.sample.query.shape[:2] == (geometry.num_kv_heads, geometry.group)
+        assert layer.sample.scale == pytest.approx(geometry.head_size**-0.5)
+
+
+def test_output_weights_are_those_of_the_checkpoint(collected: Collected, model: str) -> None:
+    """Read by projecting the identity, as vLLM packs weights on the CPU and quantizes them elsewhere."""
+    geometry = collected.geometry
+    H, D = geometry.num_kv_heads, geometry.head_size
+    with safe_open(Path(model) / "model.safetensors", framework="pt") as stream:
+        for index in (0, geometry.num_layers - 1):
+            weight = stream.get_tensor(f"model.layers.{index}.self_attn.o_proj.weight").double()
+            by_head = weight.unflatten(1, (H, geometry.group, D))
+            expected = torch.einsum("chgd,chge->hde", by_head, by_head)
+            found = collected.layers[index].output_weight
+            assert found is not None
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2 * expected.abs().max().item())
+
+
+def test_search_beats_the_published_method_in_every_layer(collected: Collected) -> None:
+    recipe = build_recipe(collected.layers, collected.geometry, model="m", text_hash="")
+    found = recipe.metadata.diagnostics
+    assert found is not None
+    for layer in range(collected.geometry.num_layers):
+        assert found.key.search_gain(layer) > 1.5
+        assert found.value.search_gain(layer) > 1
+    conditions = torch.tensor([found.key.condition, found.value.condition])
+    assert conditions.max() < 32
+
+
+def test_means_alone(collected: Collected, model: str, tmp_path: Path) -> None:
+    plain = OscarRecipe.hadamard(collected.geometry, model)
+    options: dict[str, Any] = {"max_model_len": 513, "max_num_batched_tokens": 513}
+    with in_process():
+        centered = add_means(plain, model, text=default_text(), tokens=TOKENS, out=tmp_path / "r", **options)
+    assert OscarRecipe.load(tmp_path / "r").content_hash() == centered.content_hash()
+    assert centered.metadata.centered
+    assert centered.metadata.tokens == TOKENS
+    assert torch.equal(centered.key, plain.key)
+    for index, layer in enumerate(collected.layers):
+        torch.testing.assert_close(centered.key_mean[index], layer.statistics.key_mean.float(), rtol=0.05, atol=0.05)
+    assert centered.key_mean.norm(dim=-1).min() > 0
+
+
+def test_a_text_that_is_too_short(model: str) -> None:
+    with (
+        in_process(),
+        pytest.raises(CalibrationError, match=r"^The calibration text has \d+ tokens and 512 are needed \(256 of"),
+    ):
+        collect(model, text="too short", tokens=256)
