@@ -100,8 +100,7 @@ def oscar_view(shape: Shape) -> CacheView:
 
 def oscar(shape: Shape, rounds: int = 4) -> Calls:
     """Write of the new token, query transform, windows, history, merge and the map back."""
-    from oscar_vllm.kernels.decode.triton import attend_triton
-    from oscar_vllm.kernels.write.triton import write_triton
+    from oscar_vllm.kernels.decode.triton import decode_step_triton
 
     def one() -> Callable[[], None]:
         view, recipe = oscar_view(shape), random_recipe(shape.heads, shape.dim, rounds)
@@ -113,8 +112,7 @@ def oscar(shape: Shape, rounds: int = 4) -> Calls:
         scale = shape.dim**-0.5
 
         def call() -> None:
-            write_triton(key, value, view.history, view.window, slots, window_slots, recipe)
-            attend_triton(query, view, recipe, scale, max_query_len=1, out=out)
+            decode_step_triton(query, key, value, view, slots, window_slots, recipe, scale, max_query_len=1, out=out)
 
         return call
 

@@ -9,6 +9,10 @@ import torch
 ROTATED_BYTES = 256 << 20
 """Buffers that one measurement walks over, several times any GPU's L2."""
 MOST_SETS = 48
+LEAST_CALLS = 16
+"""Calls in a graph: starting it takes the GPU microseconds that a model's tens of layers share too."""
+_HEAD_START = 400_000
+"""Clock cycles of a spin before the first event, while the host hands the work over."""
 
 
 def sets_for(bytes_per_set: int) -> int:
@@ -21,6 +25,7 @@ def _elapsed(work: Callable[[], Any], repeats: int) -> float:
     times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START)
         start.record()
         work()
         end.record()
@@ -37,13 +42,14 @@ def graph_microseconds(calls: Sequence[Callable[[], None]], replays: int = 25) -
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(side)
+    rounds = -(-LEAST_CALLS // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
+        for call in [*calls] * rounds:
             call()
     graph.replay()
     torch.cuda.synchronize()
-    return _elapsed(graph.replay, replays) * 1e3 / len(calls)
+    return _elapsed(graph.replay, replays) * 1e3 / (rounds * len(calls))
 
 
 def copy_bandwidth(gigabytes: float = 4.0, repeats: int = 10) -> float:

@@ -30,6 +30,9 @@ META_BYTES = 4
 """Bytes of one token's (fp16 scale, fp16 minimum) pair."""
 WINDOW_TOKENS = 16
 """Tokens of one block of the BF16 window cache."""
+FP16_MAX = 65504.0
+MAX_VALUE_SCALE = 255.0
+"""Largest scale of a value row, which decode multiplies by 2^8 times a probability in FP16; wider rows saturate."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from oscar_vllm.cache.layout import FP16_MAX, MAX_VALUE_SCALE
 from oscar_vllm.kernels.views import LayerRecipe
 
 
@@ -31,7 +32,7 @@ class WriteOperands(NamedTuple):
     shift: torch.Tensor
     """[2 * H, 16, D] BF16 whose rows add up to ``-mean @ (high + low)``, the product to start from."""
     numbers: torch.Tensor
-    """[2 * H, 4] float32: inverse of the matrix's power of two, clip, gain, unused."""
+    """[2 * H, 4] float32: inverse of the matrix's power of two, clip, gain, largest scale before that inverse."""
 
 
 def shuffled_channels(dim: int) -> torch.Tensor:
@@ -69,7 +70,8 @@ def _make_write_operands(recipe: LayerRecipe, dtype: torch.dtype) -> WriteOperan
         rest = rest - shift[:, i].double()
     order = shuffled_channels(rest.shape[1]).to(rest.device)
     clip, gain = both(recipe.key_clip, recipe.value_clip), both(recipe.key_gain, recipe.value_gain)
-    numbers = torch.stack([split.inverse, clip, gain, torch.zeros_like(clip)], -1)
+    most = both(torch.full_like(recipe.key_clip, FP16_MAX), torch.full_like(recipe.value_clip, MAX_VALUE_SCALE))
+    numbers = torch.stack([split.inverse, clip, gain, most / split.inverse], -1)
     return WriteOperands(split.parts[..., order].contiguous(), shift[..., order].contiguous(), numbers.contiguous())
 
 

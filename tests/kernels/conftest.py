@@ -1,6 +1,7 @@
 """Without a GPU the Triton kernels run in the interpreter, which must be chosen before they are imported."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -19,3 +20,23 @@ if not GPU:
 def device(request: pytest.FixtureRequest) -> str:
     """Where a kernel test runs: the interpreter on the CPU, or (-m gpu) the GPU."""
     return str(request.param)
+
+
+def _variant(item: pytest.Item) -> str:
+    """The same for tests that run the same compiled kernels, as far as their parameters tell."""
+    params: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    kinds = [f"{name}={params[name]}" for name in ("dim", "dtype", "rounds", "clip", "centered") if name in params]
+    group, new = params.get("group"), params.get("new")
+    if isinstance(group, int) or isinstance(new, int):
+        columns = (group if isinstance(group, int) else 2) * (new if isinstance(new, int) else 1)
+        kinds.append("wide" if columns > 8 else "narrow")
+    return "-".join([item.path.stem, *kinds] if kinds else [item.path.stem, item.name.partition("[")[0]])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Compiling takes most of the GPU tests' time: ``-n 12 --dist loadgroup`` keeps what shares kernels together."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if "kernels" in item.path.parts:
+                item.add_marker(pytest.mark.xdist_group(_variant(item)))

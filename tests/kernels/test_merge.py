@@ -5,7 +5,6 @@ import torch
 from caches import random_recipe
 
 from oscar_vllm.kernels.decode.partials import Partials, SplitPlan
-from oscar_vllm.kernels.decode.prepare import PLAN_FIELDS
 from oscar_vllm.kernels.merge.triton import merge_triton
 from oscar_vllm.kernels.views import CacheView
 
@@ -31,7 +30,7 @@ def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) ->
     blocks = -(-group * bucket // 16)
     columns = -(-group * bucket // blocks)
     plan = SplitPlan(
-        programs=programs, tile=128, tile_cost=18, block_cost=16, item_cost=9, min_chunk=36, requests_pad=8,
+        programs=programs, tile=128, tile_cost=18, block_cost=16, item_cost=9, min_chunk=36,
         group=group, max_query_len=bucket, columns_pad=16, columns=columns, column_blocks=blocks,
     )  # fmt: skip
     lanes = heads * blocks
@@ -42,9 +41,8 @@ def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) ->
     output = torch.full((slots, columns, dim), float("nan"))
     lse = torch.full((slots, columns), float("nan"))
     owned: dict[tuple[int, int], list[int]] = {}
-    position, starts = 0, []
+    position = 0
     for r, cost in enumerate(costs):
-        starts.append(position)
         for lane in range(lanes):
             for kind in range(2):
                 stop = position + cost[kind]
@@ -57,9 +55,6 @@ def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) ->
                     else:
                         output[slot] = torch.randn(columns, dim)
                 position = stop
-    line = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32)
-    line[:, 2] = chunk
-    line = torch.cat([line.flatten(), torch.tensor(starts).int()])
     start = torch.tensor([0, *new]).cumsum(0).int()
     empty = torch.empty(0)
     recipe = random_recipe(heads, dim, torch.Generator().manual_seed(0))
@@ -87,7 +82,7 @@ def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) ->
     out = torch.full(want.shape, float("nan"), device=device)
     got_lse = torch.full(want_lse.shape, float("nan"), device=device)
     merge_triton(
-        Partials(on(output), on(lse), on(line), plan),
+        Partials(on(output), on(lse), plan),
         view._replace(seq_lens=on(view.seq_lens), query_start=on(view.query_start)),
         recipe._replace(output=on(recipe.output), value_mean=on(recipe.value_mean)),
         out,

@@ -8,8 +8,8 @@ One warp, so that the tensor cores take their A operand from registers, where th
 - output: fp16 codes (see ``unpack.py``), transposed while they are loaded, times the probabilities, which carry the
   token's value scale; the minimum contributes ``sum(p * minimum)`` to every channel alike.
 
-Probabilities are scaled by 2**8 against fp16 underflow: ``256 * scale`` must stay below 65504, so value scales up to
-255 are exact and larger ones overflow. A tile is ``ROWS`` rows of ``RATIO`` tokens (two tokens a row at D = 64, so that
+Probabilities are scaled by 2**8 against fp16 underflow, so a value's scale must not exceed MAX_VALUE_SCALE; the write
+kernel sees to that. A tile is ``ROWS`` rows of ``RATIO`` tokens (two tokens a row at D = 64, so that
 a row is never under 32 bytes); with RATIO 2 the columns hold the even tokens' probabilities, then the odd tokens'.
 """
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS
-from oscar_vllm.kernels.decode.columns import column_limits
+from oscar_vllm.kernels.decode.columns import await_queries, column_limits
 from oscar_vllm.kernels.decode.plan import in_window
 from oscar_vllm.kernels.decode.unpack import key_field, meta_minimum, meta_scale, value_field
 
@@ -25,12 +25,12 @@ _BLOCK = tl.constexpr(WINDOW_TOKENS)
 
 
 @triton.jit
-def _query_operand(codes, FIELD: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr):  # fmt: skip # noqa: E501
+def _query_operand(codes, columns, FIELD: tl.constexpr, D: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr):  # fmt: skip # noqa: E501
     """int8 operand [bytes of a row, RATIO * N * 2] of one code field; columns are (token of the row, column, half)."""
     BYTES: tl.constexpr = D // 4
     x = tl.arange(0, RATIO * N * 2)
     k = tl.arange(0, BYTES * RATIO)
-    there = ((x % (2 * N)) < 2 * COLUMNS)[None, :] & ((x // (2 * N))[None, :] == (k // BYTES)[:, None])
+    there = ((x % (2 * N)) < 2 * columns)[None, :] & ((x // (2 * N))[None, :] == (k // BYTES)[:, None])
     place = (FIELD * 2 * N + x % (2 * N))[None, :] * BYTES + (k % BYTES)[:, None]
     return tl.load(codes + place, mask=there, other=0)
 
@@ -160,8 +160,7 @@ def _tile(
 
 @triton.jit
 def _store_field(
-    acc, a, FIELD: tl.constexpr, factor, offset, D: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,
-    RATIO: tl.constexpr,
+    acc, a, FIELD: tl.constexpr, factor, offset, columns, D: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """Write field ``FIELD``'s D/8 channels of every column; field-major, see ``Partials``."""
     WORDS: tl.constexpr = D // 8
@@ -171,7 +170,7 @@ def _store_field(
         first = (tl.arange(0, 2 * WORDS) < WORDS)[:, None]
         a = tl.sum(tl.reshape(tl.where(first, even, odd), (2, WORDS, N)), 0)
     place = n[None, :] * D + FIELD * WORDS + tl.arange(0, WORDS)[:, None]
-    tl.store(acc + place, a * factor[None, :] + offset[None, :], mask=(n < COLUMNS)[None, :])
+    tl.store(acc + place, a * factor[None, :] + offset[None, :], mask=(n < columns)[None, :])
 
 
 @triton.jit
@@ -189,17 +188,18 @@ def history_item(
     length,
     new,
     first_column,
+    group,
+    columns,
     sink,
     recent,
     stride_block,
     D: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     RATIO: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
+    PDL: tl.constexpr,
     PAGE: tl.constexpr = PAGE_TOKENS,
 ):
     """Attend over history tiles [lo, hi) of one request and head and store the partial result.
@@ -212,13 +212,15 @@ def history_item(
     WORDS: tl.constexpr = D // 8 * RATIO
     n = tl.arange(0, N)
     block = tl.load(table + lo // PER_PAGE)
-    limit = column_limits(n, first_column, length, new, GROUP, COLUMNS)
-    q_sum = tl.load(factors + n, mask=n < COLUMNS, other=0.0)
-    to_log2 = tl.load(factors + N + n, mask=n < COLUMNS, other=0.0)
-    q0 = _query_operand(codes, 0, D, COLUMNS, N, RATIO)
-    q1 = _query_operand(codes, 1, D, COLUMNS, N, RATIO)
-    q2 = _query_operand(codes, 2, D, COLUMNS, N, RATIO)
-    q3 = _query_operand(codes, 3, D, COLUMNS, N, RATIO)
+    limit = column_limits(n, first_column, length, new, group, columns)
+    if PDL:
+        await_queries()
+    q_sum = tl.load(factors + n, mask=n < columns, other=0.0)
+    to_log2 = tl.load(factors + N + n, mask=n < columns, other=0.0)
+    q0 = _query_operand(codes, columns, 0, D, N, RATIO)
+    q1 = _query_operand(codes, columns, 1, D, N, RATIO)
+    q2 = _query_operand(codes, columns, 2, D, N, RATIO)
+    q3 = _query_operand(codes, columns, 3, D, N, RATIO)
     m = tl.full([N], -1e30, tl.float32)
     norm = tl.zeros([16, N], tl.float32)
     z = tl.zeros([16, N], tl.float32)
@@ -232,6 +234,8 @@ def history_item(
     a7 = tl.zeros([WORDS, N * RATIO], tl.float32)
 
     # Tiles [plain, plain_end) lie between sink and recent and before the new tokens: every column sees every token.
+    # The others take a branch, not a loop of their own: at short contexts they are half of all tiles, and loads that
+    # are not fetched ahead would cost more than the branch.
     recent_start = length - new - recent
     plain = (sink + TILE - 1) // TILE
     plain_end = tl.maximum(recent_start, 0) // TILE
@@ -251,13 +255,13 @@ def history_item(
     inverse = 1.0 / tl.where(some, norm, 1.0)
     offset_all = z * inverse
     unit = inverse * 16777216.0  # fields 0..4 carry 4**field * 2**-24, fields 5..7 start over
-    _store_field(acc, a0, 0, unit, offset_all, D, COLUMNS, N, RATIO)
-    _store_field(acc, a1, 1, unit * 0.25, offset_all, D, COLUMNS, N, RATIO)
-    _store_field(acc, a2, 2, unit * 0.0625, offset_all, D, COLUMNS, N, RATIO)
-    _store_field(acc, a3, 3, unit * 0.015625, offset_all, D, COLUMNS, N, RATIO)
-    _store_field(acc, a4, 4, unit * 0.00390625, offset_all, D, COLUMNS, N, RATIO)
-    _store_field(acc, a5, 5, unit, offset_all, D, COLUMNS, N, RATIO)
-    _store_field(acc, a6, 6, unit * 0.25, offset_all, D, COLUMNS, N, RATIO)
-    _store_field(acc, a7, 7, unit * 0.0625, offset_all, D, COLUMNS, N, RATIO)
+    _store_field(acc, a0, 0, unit, offset_all, columns, D, N, RATIO)
+    _store_field(acc, a1, 1, unit * 0.25, offset_all, columns, D, N, RATIO)
+    _store_field(acc, a2, 2, unit * 0.0625, offset_all, columns, D, N, RATIO)
+    _store_field(acc, a3, 3, unit * 0.015625, offset_all, columns, D, N, RATIO)
+    _store_field(acc, a4, 4, unit * 0.00390625, offset_all, columns, D, N, RATIO)
+    _store_field(acc, a5, 5, unit, offset_all, columns, D, N, RATIO)
+    _store_field(acc, a6, 6, unit * 0.25, offset_all, columns, D, N, RATIO)
+    _store_field(acc, a7, 7, unit * 0.0625, offset_all, columns, D, N, RATIO)
     log2_sum = tl.where(some, m * to_log2 + tl.log2(tl.where(some, norm, 1.0)) - 8.0, float("-inf"))
-    tl.store(lse + n, log2_sum, mask=n < COLUMNS)
+    tl.store(lse + n, log2_sum, mask=n < columns)

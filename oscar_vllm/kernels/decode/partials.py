@@ -20,8 +20,6 @@ class SplitPlan(NamedTuple):
     """Cost of starting on another (request, head) or on its window."""
     min_chunk: int
     """Least cost of a program's share: below it, fewer programs work."""
-    requests_pad: int
-    """Power of two not below the number of requests."""
     group: int
     """Query heads per KV head."""
     max_query_len: int
@@ -44,6 +42,4 @@ class Partials(NamedTuple):
     """[slots, columns, D] float32; channel c lies at ``(c % 8) * (D / 8) + c // 8`` (field-major, as codes unpack)."""
     lse: torch.Tensor
     """[slots, columns] float32, base 2."""
-    line: torch.Tensor
-    """int32 the device's share of the plan, see ``prepare.py``."""
     plan: SplitPlan

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The launch before the splits: transform the queries, bring them into operand form, and work out the split plan.
+"""The launch before the splits: transform the queries into operand form and, in a decode step, write the new tokens.
 
 What every program of the decode kernel would otherwise repeat is done once here: per query column the int8 halves of
-its 16-bit integer form, its 16-bit halves for the window, and its factors; per program where its chunk begins.
+its 16-bit integer form, its 16-bit halves for the window, and its factors. Both roles fetch their matrices before they
+wait for the kernel before them, and share one launch because each alone is shorter than launching it.
 """
 
 from typing import NamedTuple
@@ -10,16 +11,18 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from oscar_vllm.kernels.decode.device import use_dependent_launch
+from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
+from oscar_vllm.kernels.decode.device import dependent_launch, use_dependent_launch
 from oscar_vllm.kernels.decode.partials import SplitPlan
-from oscar_vllm.kernels.decode.plan import batch_costs
-from oscar_vllm.kernels.views import CacheView
+from oscar_vllm.kernels.operands import query_operands, write_operands
+from oscar_vllm.kernels.rows_triton import INLINE_PTX, dot16
+from oscar_vllm.kernels.views import CacheView, LayerRecipe
+from oscar_vllm.kernels.write.triton import write_tiles
 
-PLAN_FIELDS = 4
-PLAN_TILE = 16384
-"""Elements of the (program, request) comparison that one program of the plan holds."""
+_WRITE_ROWS = 16
+_WARPS = 8
 
 
 class Operands(NamedTuple):
@@ -31,48 +34,16 @@ class Operands(NamedTuple):
     """[lanes, 2, N, D] window dtype: column over its largest channel, as a sum of two."""
     factors: torch.Tensor
     """[lanes, 3, N] float32: channel sum in integer units, integer score to log2, window score to log2."""
-    plan: torch.Tensor
-    """[programs, 4] int32 first request of each program, where that begins on the line, chunk, total; then [R] where
-    each request begins."""
 
 
-@triton.jit
-def _plan_block(
-    plan,
-    seq_lens,
-    query_start,
-    requests,
-    programs,
-    sink,
-    recent,
-    block,
-    LANES: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_COST: tl.constexpr,
-    BLOCK_COST: tl.constexpr,
-    ITEM_COST: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    costs = LANES * batch_costs(
-        seq_lens, query_start, requests, sink, recent, REQUESTS, TILE, TILE_COST, BLOCK_COST, ITEM_COST
-    )
-    ends = tl.cumsum(costs, 0)
-    total = tl.sum(costs, 0)
-    chunk = tl.maximum((total + programs - 1) // programs, MIN_CHUNK)
-    program = block * BLOCK + tl.arange(0, BLOCK)
-    before = ends[None, :] <= (program * chunk)[:, None]
-    exists = program < programs
-    at = plan + program * FIELDS
-    tl.store(at, tl.sum(before.to(tl.int32), 1), mask=exists)
-    tl.store(at + 1, tl.sum(tl.where(before, costs[None, :], 0), 1), mask=exists)
-    tl.store(at + 2, tl.zeros_like(program) + chunk, mask=exists)
-    tl.store(at + 3, tl.zeros_like(program) + total, mask=exists)
-    if block == 0:
-        r = tl.arange(0, REQUESTS)
-        tl.store(plan + programs * FIELDS + r, ends - costs, mask=r < requests)
+class NewTokens(NamedTuple):
+    """What a decode step writes before it attends; see :func:`write_triton`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    slots: torch.Tensor
+    window_slots: torch.Tensor
+    recipe: LayerRecipe
 
 
 @triton.jit
@@ -88,72 +59,60 @@ def _store_bytes(place, x, inside, D: tl.constexpr, N: tl.constexpr, M: tl.const
 
 @triton.jit
 def _query_rows(
-    query,
-    matrix,
-    codes,
-    halves,
-    factors,
-    seq_lens,
-    query_start,
-    requests,
-    scale,
-    query_stride_token,
-    query_stride_head,
-    matrix_stride_head,
-    matrix_stride_row,
-    block,
-    head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLUMN_BLOCKS: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-):
+    query, matrix, inverse, codes, halves, factors, seq_lens, query_start, requests, scale,
+    query_stride_token, query_stride_head, block, head, heads, group, columns, column_blocks,
+    D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, K: tl.constexpr, TRANSFORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """M rows (request, query column) of one KV head."""
     d = tl.arange(0, D)
+    k = tl.arange(0, K)
     if TRANSFORM:
-        matrix += head.to(tl.int64) * matrix_stride_head
-        if K == D:  # on its way while the chain of small loads below runs
-            whole = tl.load(matrix + d[:, None] * matrix_stride_row + d[None, :])
+        matrix += head.to(tl.int64) * (2 * D * D)
+        factor = tl.load(inverse + head)
+        if K == D:
+            at = matrix + d[:, None] * D + d[None, :]
+            high_part = tl.load(at)
+            low_part = tl.load(at + D * D)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # the decode kernel's programs start now and wait for this grid before they read it
     row = block * M + tl.arange(0, M)
-    request = row // (COLUMNS * COLUMN_BLOCKS)
-    column = row % (COLUMNS * COLUMN_BLOCKS)
+    request = row // (columns * column_blocks)
+    column = row % (columns * column_blocks)
     inside = request < requests
-    token = column // GROUP
+    token = column // group
     first_token = tl.load(query_start + request, mask=inside, other=0)
     new = tl.load(query_start + request + 1, mask=inside, other=0) - first_token
     length = tl.load(seq_lens + request, mask=inside, other=0)
     live = inside & (token < new) & (length > 0)
-    at = (first_token + token).to(tl.int64) * query_stride_token
-    at = query + at + (head * GROUP + column % GROUP).to(tl.int64) * query_stride_head
+    at_row = (first_token + token).to(tl.int64) * query_stride_token
+    at_row = query + at_row + (head * group + column % group).to(tl.int64) * query_stride_head
     if TRANSFORM:
         q = tl.zeros([M, D], tl.float32)
         if K == D:
-            x = tl.load(at[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-            q = tl.dot(x, whole, q, input_precision="tf32x3")
+            x = tl.load(at_row[:, None] + d[None, :], mask=live[:, None], other=0.0)
+            q = dot16(x, low_part, q)
+            q = dot16(x, high_part, q)
         else:
-            for start in tl.range(0, D, K, num_stages=2):
-                k = start + tl.arange(0, K)
-                x = tl.load(at[:, None] + k[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-                part = tl.load(matrix + k[:, None] * matrix_stride_row + d[None, :])
-                q = tl.dot(x, part, q, input_precision="tf32x3")
+            for start in tl.range(0, D, K, num_stages=1):
+                x_part = tl.load(at_row[:, None] + (start + k)[None, :], mask=live[:, None], other=0.0)
+                at_part = matrix + (start + k)[:, None] * D + d[None, :]
+                q = dot16(x_part, tl.load(at_part + D * D), q)
+                q = dot16(x_part, tl.load(at_part), q)
+        q = q * factor
     else:
-        q = tl.load(at[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        q = tl.load(at_row[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-20)
     unit = 32512.0 / largest
-    lane = (request * HEADS + head) * COLUMN_BLOCKS + column // COLUMNS
+    lane = (request * heads + head) * column_blocks + column // columns
     lane = lane.to(tl.int64)
-    c = column % COLUMNS
+    c = column % columns
 
     to_log2 = scale * 1.4426950408889634
-    factor = factors + lane * (3 * N) + c
-    tl.store(factor, tl.sum(q, 1) * unit, mask=inside)
-    tl.store(factor + N, to_log2 / unit, mask=inside)
-    tl.store(factor + 2 * N, to_log2 * largest, mask=inside)
+    at_factor = factors + lane * (3 * N) + c
+    tl.store(at_factor, tl.sum(q, 1) * unit, mask=inside)
+    tl.store(at_factor + N, to_log2 / unit, mask=inside)
+    tl.store(at_factor + 2 * N, to_log2 * largest, mask=inside)
 
     # Odd fields' codes come out times 4 (see unpack.py).
     quarter = tl.where(d % 2 == 0, 1.0, 0.25)
@@ -167,64 +126,38 @@ def _query_rows(
     x = q / largest[:, None]
     first = x.to(halves.dtype.element_ty)
     second = (x - first.to(tl.float32)).to(halves.dtype.element_ty)
-    place = halves + (lane * (2 * N * D) + c * D)[:, None] + d[None, :]
-    tl.store(place, first, mask=inside[:, None])
-    tl.store(place + N * D, second, mask=inside[:, None])
+    to_half = halves + (lane * (2 * N * D) + c * D)[:, None] + d[None, :]
+    tl.store(to_half, first, mask=inside[:, None])
+    tl.store(to_half + N * D, second, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["requests", "programs", "row_blocks"])
+@triton.jit(do_not_specialize=["requests", "tokens", "query_programs", "heads", "group", "columns", "column_blocks"])
 def _prepare_kernel(
-    query,
-    matrix,
-    codes,
-    halves,
-    factors,
-    plan,
-    seq_lens,
-    query_start,
-    requests,
-    programs,
-    row_blocks,
-    scale,
-    sink,
-    recent,
-    query_stride_token,
-    query_stride_head,
-    matrix_stride_head,
-    matrix_stride_row,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLUMN_BLOCKS: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_COST: tl.constexpr,
-    BLOCK_COST: tl.constexpr,
-    ITEM_COST: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:  # let the decode kernel's programs start; they wait for this grid before they read
-        gdc_launch_dependents()
+    query, matrix, inverse, codes, halves, factors, seq_lens, query_start, requests, scale,
+    query_stride_token, query_stride_head, query_programs, heads, group, columns, column_blocks,
+    key, value, write_matrix, shift, numbers, history, window, slots, window_slots, tokens,
+    key_token, key_head, value_token, value_head,
+    history_block, history_head, window_block, window_head, window_row,
+    D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, K: tl.constexpr, TRANSFORM: tl.constexpr,
+    WRITE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CODES: tl.constexpr, META: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs below ``query_programs`` take M query rows of a head, those above one tile of new tokens each."""
     program = tl.program_id(0)
-    if program < row_blocks * HEADS:
+    if program < query_programs:
         _query_rows(
-            query, matrix, codes, halves, factors, seq_lens, query_start, requests, scale,
-            query_stride_token, query_stride_head, matrix_stride_head, matrix_stride_row,
-            program // HEADS, program % HEADS,
-            HEADS, GROUP, COLUMNS, COLUMN_BLOCKS, D, N, M, K, TRANSFORM,
+            query, matrix, inverse, codes, halves, factors, seq_lens, query_start, requests, scale,
+            query_stride_token, query_stride_head, program // heads, program % heads,
+            heads, group, columns, column_blocks, D, N, M, K, TRANSFORM, PDL,
         )  # fmt: skip
-    else:
-        _plan_block(
-            plan, seq_lens, query_start, requests, programs, sink, recent, program - row_blocks * HEADS,
-            HEADS * COLUMN_BLOCKS, REQUESTS, TILE, TILE_COST, BLOCK_COST, ITEM_COST, MIN_CHUNK, FIELDS, BLOCK,
+    elif WRITE:
+        program -= query_programs
+        write_tiles(
+            key, value, write_matrix, shift, numbers, history, window, slots, window_slots, tokens,
+            key_token, key_head, value_token, value_head,
+            history_block, history_head, window_block, window_head, window_row,
+            program % (2 * heads), program // (2 * heads), tl.cdiv(tokens, ROWS),
+            D, PAGE, WINDOW, CODES, META, ROUNDS, ROWS, ASM, K, PDL,
         )  # fmt: skip
 
 
@@ -234,15 +167,17 @@ def prepare(
     scale: float,
     plan: SplitPlan,
     transform: torch.Tensor | None,
+    new: NewTokens | None = None,
 ) -> Operands:
-    """Operand form of the queries of a batch, and its split plan.
+    """Operand form of the queries of a batch; with ``new`` also writes its new tokens into both caches.
 
     Args:
-        query: [T, Hq, D], last dimension contiguous.
+        query: [T, Hq, D], last dimension contiguous; BF16 or FP16 with a transform.
         view: the caches and tables.
         scale: softmax scale.
-        plan: the host's share of the plan.
+        plan: the host's share of the split plan.
         transform: [H, D, D] float32 applied to the queries, or None where they are transformed already.
+        new: the step's new tokens, or None where they are written already.
     """
     heads = view.history.shape[1]
     requests = view.seq_lens.shape[0]
@@ -253,48 +188,26 @@ def prepare(
     codes = torch.empty(lanes, 4, 2 * n, dim // 4, dtype=torch.int8, device=device)
     halves = torch.empty(lanes, 2, n, dim, dtype=view.window.dtype, device=device)
     factors = torch.empty(lanes, 3, n, dtype=torch.float32, device=device)
-    line = torch.empty(plan.programs * PLAN_FIELDS + requests, dtype=torch.int32, device=device)
-    rows = requests * plan.columns * plan.column_blocks
-    row_blocks = triton.cdiv(rows, 16)
-    plan_block = max(1, min(64, PLAN_TILE // plan.requests_pad))
-    grid = (row_blocks * heads + triton.cdiv(plan.programs, plan_block),)
+    query_programs = triton.cdiv(requests * plan.columns * plan.column_blocks, 16) * heads
+    matrix, inverse = (None, None) if transform is None else query_operands(transform, query.dtype)
+    tokens = 0 if new is None else new.key.shape[0]
+    written: tuple[torch.Tensor | None, ...] = (None,) * 9
+    token_strides = (0,) * 4
+    if new is not None:
+        operands = write_operands(new.recipe, new.key.dtype)
+        written = (new.key, new.value, *operands, view.history, view.window, new.slots, new.window_slots)
+        token_strides = (new.key.stride(0), new.key.stride(1), new.value.stride(0), new.value.stride(1))
+    layout = PageLayout(dim)
+    grid = (query_programs + triton.cdiv(tokens, _WRITE_ROWS) * 2 * heads,)
     _prepare_kernel[grid](
-        query,
-        transform,
-        codes,
-        halves,
-        factors,
-        line,
-        view.seq_lens,
-        view.query_start,
-        requests,
-        plan.programs,
-        row_blocks,
-        scale,
-        view.sink,
-        view.recent,
-        query.stride(0),
-        query.stride(1),
-        0 if transform is None else transform.stride(0),
-        0 if transform is None else transform.stride(1),
-        HEADS=heads,
-        GROUP=plan.group,
-        COLUMNS=plan.columns,
-        COLUMN_BLOCKS=plan.column_blocks,
-        D=dim,
-        N=n,
-        M=16,
-        K=dim if dim <= 128 else 64,
-        TRANSFORM=transform is not None,
-        REQUESTS=plan.requests_pad,
-        TILE=plan.tile,
-        TILE_COST=plan.tile_cost,
-        BLOCK_COST=plan.block_cost,
-        ITEM_COST=plan.item_cost,
-        MIN_CHUNK=plan.min_chunk,
-        FIELDS=PLAN_FIELDS,
-        BLOCK=plan_block,
-        PDL=use_dependent_launch(device),
-        num_warps=8,
-    )
-    return Operands(codes, halves, factors, line)
+        query, matrix, inverse, codes, halves, factors, view.seq_lens, view.query_start, requests, scale,
+        query.stride(0), query.stride(1), query_programs, heads, plan.group, plan.columns, plan.column_blocks,
+        *written, tokens, *token_strides,
+        view.history.stride(0), view.history.stride(1),
+        view.window.stride(0), view.window.stride(1), view.window.stride(2),
+        D=dim, N=n, M=16, K=dim if dim <= 128 else 64, TRANSFORM=transform is not None,
+        WRITE=new is not None, PAGE=PAGE_TOKENS, WINDOW=WINDOW_TOKENS, CODES=layout.value_codes, META=layout.key_meta,
+        ROUNDS=0 if new is None else new.recipe.rounds, ROWS=_WRITE_ROWS, ASM=INLINE_PTX,
+        PDL=use_dependent_launch(device), num_warps=_WARPS, num_stages=1, **dependent_launch(device),
+    )  # fmt: skip
+    return Operands(codes, halves, factors)

@@ -4,28 +4,40 @@
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from oscar_vllm.cache.layout import WINDOW_TOKENS, PageLayout
+from oscar_vllm.kernels.decode.columns import await_queries
 from oscar_vllm.kernels.decode.device import dependent_launch, multiprocessors, use_dependent_launch, use_inline_ptx
 from oscar_vllm.kernels.decode.history import history_item
 from oscar_vllm.kernels.decode.partials import Partials, SplitPlan
-from oscar_vllm.kernels.decode.plan import all_present, history_tiles, item_costs, owned, window_blocks
-from oscar_vllm.kernels.decode.prepare import PLAN_FIELDS, prepare
+from oscar_vllm.kernels.decode.plan import (
+    REQUESTS,
+    all_present,
+    chunk_of,
+    history_tiles,
+    item_costs,
+    owned,
+    window_blocks,
+)
+from oscar_vllm.kernels.decode.prepare import NewTokens, prepare
 from oscar_vllm.kernels.decode.window import window_item
 from oscar_vllm.kernels.merge.triton import merge_triton
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 BLOCK = tl.constexpr(WINDOW_TOKENS)
 COST_BYTES = 512
+# Numbers of models and batches: one binary a head size and dtype serves them all.
+_UNSPECIALIZED = [
+    "requests", "programs", "table_stride", "window_table_stride", "window_width",
+    "heads", "group", "columns", "column_blocks",
+]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _decode_kernel(
     codes,
     halves,
     factors,
-    plan,
     history,
     window,
     block_table,
@@ -34,6 +46,8 @@ def _decode_kernel(
     query_start,
     output,
     lse,
+    requests,
+    programs,
     sink,
     recent,
     history_stride_block,
@@ -44,10 +58,10 @@ def _decode_kernel(
     table_stride,
     window_table_stride,
     window_width,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLUMN_BLOCKS: tl.constexpr,
+    heads,
+    group,
+    columns,
+    column_blocks,
     D: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -55,26 +69,22 @@ def _decode_kernel(
     TILE_COST: tl.constexpr,
     BLOCK_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW_STAGES: tl.constexpr,
-    FIELDS: tl.constexpr,
+    MANY: tl.constexpr,
     ASM: tl.constexpr,
     FLOAT_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program takes its chunk of the line (see ``plan.py``), item after item."""
     TILE: tl.constexpr = ROWS * RATIO
-    LANES: tl.constexpr = HEADS * COLUMN_BLOCKS
+    lanes = heads * column_blocks
     program = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    request = tl.load(plan + program * FIELDS)
-    start = tl.load(plan + program * FIELDS + 1)  # where the request begins on the line
-    chunk = tl.load(plan + program * FIELDS + 2)
-    total = tl.load(plan + program * FIELDS + 3)
-    cursor = program * chunk
-    stop = tl.minimum(cursor + chunk, total)
+    cursor, stop, request, start = chunk_of(
+        program, seq_lens, query_start, requests, programs, sink, recent, lanes,
+        TILE, TILE_COST, BLOCK_COST, ITEM_COST, MIN_CHUNK, MANY,
+    )  # fmt: skip
     while cursor < stop:
         new = tl.load(query_start + request + 1) - tl.load(query_start + request)
         length = tl.load(seq_lens + request)
@@ -85,9 +95,9 @@ def _decode_kernel(
         else:
             lane = (cursor - start) // cost
             lane_start = start + lane * cost
-            head = lane // COLUMN_BLOCKS
-            first_column = (lane % COLUMN_BLOCKS) * COLUMNS
-            operand = (request * LANES + lane).to(tl.int64)
+            head = lane // column_blocks
+            first_column = (lane % column_blocks) * columns
+            operand = (request * lanes + lane).to(tl.int64)
             slot = program + 2 * operand
             blocks = block_table + request.to(tl.int64) * table_stride
             window_blocks_of = window_table + request.to(tl.int64) * window_table_stride
@@ -109,12 +119,12 @@ def _decode_kernel(
                         codes + operand * (2 * D * N), factors + operand * (3 * N),
                         history + head.to(tl.int64) * history_stride_head,
                         blocks, window_blocks_of, window_width,
-                        output + slot * (COLUMNS * D), lse + slot * COLUMNS,
-                        lo, hi, length, new, first_column, sink, recent, history_stride_block,
-                        D, GROUP, COLUMNS, N, ROWS, RATIO, STAGES, ASM,
+                        output + slot * (columns * D), lse + slot * columns,
+                        lo, hi, length, new, first_column, group, columns, sink, recent, history_stride_block,
+                        D, N, ROWS, RATIO, STAGES, ASM, PDL,
                     )  # fmt: skip
                 else:
-                    _store_empty(output + slot * (COLUMNS * D), lse + slot * COLUMNS, COLUMNS, D, N)
+                    _store_empty(output + slot * (columns * D), lse + slot * columns, columns, D, N)
                 cursor = lane_start + history_cost
             else:
                 slot += 1
@@ -125,22 +135,25 @@ def _decode_kernel(
                         halves + operand * (2 * N * D), factors + operand * (3 * N),
                         window + head.to(tl.int64) * window_stride_head,
                         window_blocks_of, window_width,
-                        output + slot * (COLUMNS * D), lse + slot * COLUMNS,
-                        lo, hi, length, new, first_column, sink, recent, window_stride_block, window_stride_slot,
-                        D, GROUP, COLUMNS, N, WINDOW_STAGES, FLOAT_DOT,
+                        output + slot * (columns * D), lse + slot * columns,
+                        lo, hi, length, new, first_column, group, columns, sink, recent,
+                        window_stride_block, window_stride_slot,
+                        D, N, WINDOW_STAGES, FLOAT_DOT, PDL,
                     )  # fmt: skip
                 else:
-                    _store_empty(output + slot * (COLUMNS * D), lse + slot * COLUMNS, COLUMNS, D, N)
+                    _store_empty(output + slot * (columns * D), lse + slot * columns, columns, D, N)
                 cursor = lane_start + cost
-            if (cursor >= lane_start + cost) & (lane == LANES - 1):
+            if (cursor >= lane_start + cost) & (lane == lanes - 1):
                 request += 1
                 start = lane_start + cost
+    if PDL:  # so that the end of this grid also means the end of the one before it
+        await_queries()
 
 
 @triton.jit
-def _store_empty(output, lse, COLUMNS: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
+def _store_empty(output, lse, columns, D: tl.constexpr, N: tl.constexpr):
     n = tl.arange(0, N)
-    there = n < COLUMNS
+    there = n < columns
     tl.store(lse + n, tl.full([N], float("-inf"), tl.float32), mask=there)
     tl.store(output + n[:, None] * D + tl.arange(0, D)[None, :], tl.zeros([N, D], tl.float32), mask=there[:, None])
 
@@ -178,9 +191,8 @@ def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, program
         tile=tile,
         tile_cost=tile_cost,
         block_cost=WINDOW_TOKENS * 4 * dim // COST_BYTES,
-        item_cost=tile_cost // 2,
-        min_chunk=2 * tile_cost,
-        requests_pad=triton.next_power_of_2(view.seq_lens.shape[0]),
+        item_cost=tile_cost,
+        min_chunk=tile_cost,
         group=group,
         max_query_len=bucket,
         columns_pad=shape.columns_pad,
@@ -197,6 +209,7 @@ def decode_triton(
     max_query_len: int,
     num_splits: int | None = None,
     transform: torch.Tensor | None = None,
+    new: NewTokens | None = None,
 ) -> Partials:
     """Partial attention results of a batch of decodes over everything in the caches, this step's tokens included.
 
@@ -208,6 +221,7 @@ def decode_triton(
         max_query_len: most query tokens of a request, at most 8.
         num_splits: programs that share the batch; one wave of the device by default.
         transform: [H, D, D] float32 for ``query[:, h * G + g] @ transform[h]``; None where queries are transformed.
+        new: this step's tokens where they are still to be written.
 
     Returns:
         Partial results for :func:`merge_triton`, in transformed space.
@@ -220,12 +234,9 @@ def decode_triton(
     slots = plan.programs + 2 * requests * heads * plan.column_blocks
     output = torch.empty(slots, plan.columns, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(slots, plan.columns, dtype=torch.float32, device=query.device)
-    operands = prepare(query, view, scale, plan, transform)
+    operands = prepare(query, view, scale, plan, transform, new)
     _decode_kernel[(plan.programs,)](
-        operands.codes,
-        operands.halves,
-        operands.factors,
-        operands.plan,
+        *operands,
         view.history,
         view.window,
         view.block_table,
@@ -234,6 +245,8 @@ def decode_triton(
         view.query_start,
         output,
         lse,
+        requests,
+        plan.programs,
         view.sink,
         view.recent,
         view.history.stride(0),
@@ -244,10 +257,10 @@ def decode_triton(
         view.block_table.stride(0),
         view.window_table.stride(0),
         view.window_table.shape[1],
-        HEADS=heads,
-        GROUP=plan.group,
-        COLUMNS=plan.columns,
-        COLUMN_BLOCKS=plan.column_blocks,
+        heads,
+        plan.group,
+        plan.columns,
+        plan.column_blocks,
         D=dim,
         N=shape.columns_pad,
         ROWS=shape.rows,
@@ -255,16 +268,17 @@ def decode_triton(
         TILE_COST=plan.tile_cost,
         BLOCK_COST=plan.block_cost,
         ITEM_COST=plan.item_cost,
+        MIN_CHUNK=plan.min_chunk,
         STAGES=shape.stages,
         WINDOW_STAGES=shape.window_stages,
-        FIELDS=PLAN_FIELDS,
+        MANY=requests > REQUESTS.value,
         ASM=use_inline_ptx(query.device),
         FLOAT_DOT=query.device.type == "cpu",
         PDL=use_dependent_launch(query.device),
         num_warps=shape.warps,
         **dependent_launch(query.device),
     )
-    return Partials(output, lse, operands.plan, plan)
+    return Partials(output, lse, plan)
 
 
 def attend_triton(
@@ -284,4 +298,29 @@ def attend_triton(
     if view.seq_lens.shape[0] == 0:
         return
     partials = decode_triton(query, view, scale, max_query_len=max_query_len, transform=recipe.query)
+    merge_triton(partials, view, recipe, out, lse)
+
+
+def decode_step_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    view: CacheView,
+    slots: torch.Tensor,
+    window_slots: torch.Tensor,
+    recipe: LayerRecipe,
+    scale: float,
+    *,
+    max_query_len: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Write the new tokens of a decode batch and attend, in three launches.
+
+    The same as :func:`write_triton` followed by :func:`attend_triton`, whose arguments these are.
+    """
+    if view.seq_lens.shape[0] == 0:
+        return
+    new = NewTokens(key, value, slots, window_slots, recipe)
+    partials = decode_triton(query, view, scale, max_query_len=max_query_len, transform=recipe.query, new=new)
     merge_triton(partials, view, recipe, out, lse)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.cache.layout import WINDOW_TOKENS
-from oscar_vllm.kernels.decode.columns import column_limits
+from oscar_vllm.kernels.decode.columns import await_queries, column_limits
 from oscar_vllm.kernels.decode.plan import in_window, window_blocks
 
 _BLOCK = tl.constexpr(WINDOW_TOKENS)
@@ -41,16 +41,17 @@ def window_item(
     length,
     new,
     first_column,
+    group,
+    columns,
     sink,
     recent,
     stride_block,
     stride_slot,
     D: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
     FLOAT_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attend over the blocks [lo, hi) of one request's window (sink blocks, then recent ones) and store the partial.
 
@@ -66,11 +67,13 @@ def window_item(
     recent_start = length - new - recent
     at = tl.where(lo < sinks, lo, first_recent + lo - sinks)
     entry = tl.load(window_table + at, mask=(lo < hi) & (at < window_width), other=0)
-    limit = column_limits(n, first_column, length, new, GROUP, COLUMNS)
-    real = (n < COLUMNS)[None, :]
+    limit = column_limits(n, first_column, length, new, group, columns)
+    real = (n < columns)[None, :]
+    if PDL:
+        await_queries()
     q_high = tl.load(halves + n[None, :] * D + d[:, None], mask=real, other=0.0)
     q_low = tl.load(halves + (n[None, :] + N) * D + d[:, None], mask=real, other=0.0)
-    to_log2 = tl.load(factors + 2 * N + n, mask=n < COLUMNS, other=0.0)
+    to_log2 = tl.load(factors + 2 * N + n, mask=n < columns, other=0.0)
     m = tl.full([N], -1e30, tl.float32)
     norm = tl.zeros([_BLOCK, N], tl.float32)
     a = tl.zeros([D, N], tl.float32)
@@ -102,6 +105,6 @@ def window_item(
     some = ~(norm == 0.0)  # true for NaN
     a = a / tl.where(some, norm, 1.0)[None, :]
     place = (d % 8) * (D // 8) + d // 8
-    tl.store(acc + n[None, :] * D + place[:, None], a, mask=(n < COLUMNS)[None, :])
+    tl.store(acc + n[None, :] * D + place[:, None], a, mask=(n < columns)[None, :])
     log2_sum = tl.where(some, m * to_log2 + tl.log2(tl.where(some, norm, 1.0)), float("-inf"))
-    tl.store(lse + n, log2_sum, mask=n < COLUMNS)
+    tl.store(lse + n, log2_sum, mask=n < columns)

@@ -8,9 +8,13 @@ from triton.language.extra.cuda import gdc_wait
 
 from oscar_vllm.kernels.decode.device import dependent_launch, use_dependent_launch
 from oscar_vllm.kernels.decode.partials import Partials
-from oscar_vllm.kernels.decode.plan import item_costs
-from oscar_vllm.kernels.decode.prepare import PLAN_FIELDS
+from oscar_vllm.kernels.decode.plan import REQUESTS, partial_slots, request_starts
+from oscar_vllm.kernels.merge.row import merge_row_kernel
+from oscar_vllm.kernels.rows_triton import processor_count
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
+
+_ROW_CHANNELS = 64
+_ROW_SPLITS = 64
 
 
 @triton.jit
@@ -22,11 +26,21 @@ def _repeat(x, ROWS: tl.constexpr, PARTS: tl.constexpr):
         return tl.reshape(tl.broadcast_to(x[None, :], (PARTS, ROWS)), (PARTS * ROWS,))
 
 
-@triton.jit(do_not_specialize=["requests", "programs"])
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "programs",
+        "lse_stride_token",
+        "heads",
+        "group",
+        "query_len",
+        "columns",
+        "column_blocks",
+    ]
+)
 def _merge_kernel(
     partial,
     partial_lse,
-    line,
     matrix,
     mean,
     seq_lens,
@@ -43,23 +57,24 @@ def _merge_kernel(
     out_stride_token,
     out_stride_head,
     lse_stride_token,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLUMN_BLOCKS: tl.constexpr,
+    heads,
+    group,
+    query_len,
+    columns,
+    column_blocks,
     D: tl.constexpr,
     TILE: tl.constexpr,
     TILE_COST: tl.constexpr,
     BLOCK_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
-    FIELDS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
     CHANNELS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ROWS rows (request, query column) of one KV head, CHANNELS output channels.
@@ -67,47 +82,41 @@ def _merge_kernel(
     Weights come from the log-sum-exps alone; then PARTS groups of threads share the splits of the rows.
     """
     M: tl.constexpr = ROWS * PARTS
-    LANES: tl.constexpr = HEADS * COLUMN_BLOCKS
+    lanes = heads * column_blocks
     head = tl.program_id(1)
     d = tl.arange(0, D)
     c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     channel = (d % (D // 8)) * 8 + d // (D // 8)  # partials are field-major
     b = tl.load(matrix + head * matrix_stride_head + channel[:, None] * matrix_stride_row + c[None, :])
     offset = tl.load(mean + head * mean_stride_head + c)
-    if PDL:  # what comes before does not depend on the decode kernel
-        gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    request = row // (GROUP * QUERY_LEN)
-    column = row % (GROUP * QUERY_LEN)
+    request = row // (group * query_len)
+    column = row % (group * query_len)
     inside = request < requests
     first_token = tl.load(query_start + request, mask=inside, other=0)
     new = tl.load(query_start + request + 1, mask=inside, other=0) - first_token
     length = tl.load(seq_lens + request, mask=inside, other=0)
-    live = inside & (length > 0) & (column // GROUP < new)
-
-    # Where the decode kernel put the partials of each row: see its plan.
-    chunk = tl.load(line + 2)
-    start = tl.load(line + programs * FIELDS + request, mask=inside, other=0)
-    history_cost, window_cost = item_costs(length, new, sink, recent, TILE, TILE_COST, BLOCK_COST, ITEM_COST)
-    lane = head * COLUMN_BLOCKS + column // COLUMNS
-    start += lane * (history_cost + window_cost)
-    first = start // chunk
-    last = (start + tl.maximum(history_cost - 1, 0)) // chunk
-    histories = last - first + 1
-    window_first = (start + history_cost) // chunk
-    window_last = (start + history_cost + window_cost - 1) // chunk
-    has_window = window_cost > 0
-    count = tl.where(live, tl.where(has_window, window_last - first + 2, histories), 0)
-    gap = tl.where(has_window & (window_first > last), histories, -1)  # a slot between the two that nobody owns
-    place = (first + 2 * (request * LANES + lane)).to(tl.int64) * COLUMNS + column % COLUMNS
+    live = inside & (length > 0) & (column // group < new)
+    chunk, start = request_starts(
+        request, seq_lens, query_start, requests, programs, sink, recent, lanes,
+        TILE, TILE_COST, BLOCK_COST, ITEM_COST, MIN_CHUNK, MANY,
+    )  # fmt: skip
+    slot, count, gap = partial_slots(
+        start, chunk, head * column_blocks + column // columns, request, length, new, sink, recent,
+        lanes, TILE, TILE_COST, BLOCK_COST, ITEM_COST,
+    )  # fmt: skip
+    count = tl.where(live, count, 0)
+    place = slot.to(tl.int64) * columns + column % columns
     most = tl.max(count, 0)
+    if PDL:  # what comes before does not depend on the decode kernel
+        gdc_wait()
 
     m = tl.full([ROWS], -1e30, tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
     for at in tl.range(0, most, SLOTS, num_stages=1):
         s = at + tl.arange(0, SLOTS)[:, None]
         there = (s < count[None, :]) & (s != gap[None, :])
-        e = tl.load(partial_lse + place[None, :] + s * COLUMNS, mask=there, other=float("-inf"))
+        e = tl.load(partial_lse + place[None, :] + s * columns, mask=there, other=float("-inf"))
         m_new = tl.maximum(m, tl.max(e, 0))
         norm = norm * tl.exp2(m - m_new) + tl.sum(tl.exp2(e - m_new[None, :]), 0)
         m = m_new
@@ -118,7 +127,7 @@ def _merge_kernel(
     top = _repeat(m, ROWS, PARTS)
     count = _repeat(count, ROWS, PARTS)
     gap = _repeat(gap, ROWS, PARTS)
-    slot = _repeat(place, ROWS, PARTS) + part * COLUMNS
+    slot = _repeat(place, ROWS, PARTS) + part * columns
     o = tl.zeros([M, D], tl.float32)
     for i in tl.range(0, (most + PARTS - 1) // PARTS, num_stages=STAGES):
         s = i * PARTS + part
@@ -128,15 +137,15 @@ def _merge_kernel(
         weight = tl.exp2(e - top)
         # No weight must not mean 0 * garbage.
         o += tl.where((e == float("-inf"))[:, None], 0.0, x * weight[:, None])
-        slot += PARTS * COLUMNS
+        slot += PARTS * columns
     o = o / _repeat(total, ROWS, PARTS)[:, None]
 
     y = tl.dot(o, b, input_precision="tf32x3")
     if PARTS > 1:
         y = tl.sum(tl.reshape(y, (PARTS, ROWS, CHANNELS)), 0)
     y += offset[None, :]
-    token = (first_token + column // GROUP).to(tl.int64)
-    query_head = head * GROUP + column % GROUP
+    token = (first_token + column // group).to(tl.int64)
+    query_head = head * group + column % group
     place = token * out_stride_token + query_head * out_stride_head
     tl.store(out + place[:, None] + c[None, :], y.to(out.dtype.element_ty), mask=live[:, None])
     if HAS_LSE:  # noqa: SIM102
@@ -162,14 +171,19 @@ def merge_triton(
     dim = out.shape[2]
     requests = view.seq_lens.shape[0]
     rows = requests * plan.group * plan.max_query_len
-    block = min(16, triton.next_power_of_2(rows))
-    row_blocks = triton.cdiv(rows, block)
-    channels = 32 if row_blocks * heads <= 64 else 64
-    grid = (row_blocks, heads, dim // channels)
+    processors = processor_count(out.device)
+    # With few rows each gets programs of its own; beyond that their copies of the matrix cost more than they gain.
+    if rows * heads <= processors and requests <= REQUESTS.value:
+        _merge_rows(partials, view, recipe, out, lse)
+        return
+    # The fewer rows, the more splits each has: threads that are not needed for rows share the splits.
+    per_processor = triton.cdiv(rows * heads, processors)
+    block = min(4 if per_processor <= 4 else 8 if per_processor <= 8 else 16, triton.next_power_of_2(rows))
+    channels = 64
+    grid = (triton.cdiv(rows, block), heads, dim // channels)
     _merge_kernel[grid](
         partials.output,
         partials.lse,
-        partials.line,
         recipe.output,
         recipe.value_mean,
         view.seq_lens,
@@ -186,24 +200,46 @@ def merge_triton(
         out.stride(0),
         out.stride(1),
         0 if lse is None else lse.stride(0),
-        HEADS=heads,
-        GROUP=plan.group,
-        QUERY_LEN=plan.max_query_len,
-        COLUMNS=plan.columns,
-        COLUMN_BLOCKS=plan.column_blocks,
+        heads,
+        plan.group,
+        plan.max_query_len,
+        plan.columns,
+        plan.column_blocks,
         D=dim,
         TILE=plan.tile,
         TILE_COST=plan.tile_cost,
         BLOCK_COST=plan.block_cost,
         ITEM_COST=plan.item_cost,
-        FIELDS=PLAN_FIELDS,
+        MIN_CHUNK=plan.min_chunk,
         ROWS=block,
         PARTS=16 // block,
         SLOTS=64,
         STAGES=6 if dim <= 128 else 4,
         CHANNELS=channels,
         HAS_LSE=lse is not None,
+        MANY=requests > REQUESTS.value,
         PDL=use_dependent_launch(out.device),
         num_warps=8,
         **dependent_launch(out.device),
     )
+
+
+def _merge_rows(
+    partials: Partials, view: CacheView, recipe: LayerRecipe, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """:func:`merge_triton` for few rows: as many programs as possible, one row and some of its channels each."""
+    plan = partials.plan
+    heads = recipe.output.shape[0]
+    dim = out.shape[2]
+    requests = view.seq_lens.shape[0]
+    channels = min(dim, _ROW_CHANNELS)
+    merge_row_kernel[requests * plan.group * plan.max_query_len, heads, dim // channels](
+        partials.output, partials.lse, recipe.output, recipe.value_mean, view.seq_lens, view.query_start, out, lse,
+        requests, plan.programs, view.sink, view.recent,
+        recipe.output.stride(0), recipe.output.stride(1), recipe.value_mean.stride(0),
+        out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+        heads, plan.group, plan.max_query_len, plan.columns, plan.column_blocks, D=dim,
+        TILE=plan.tile, TILE_COST=plan.tile_cost, BLOCK_COST=plan.block_cost, ITEM_COST=plan.item_cost,
+        MIN_CHUNK=plan.min_chunk, SPLITS=_ROW_SPLITS if dim <= 128 else 32, CHANNELS=channels, HAS_LSE=lse is not None,
+        PDL=use_dependent_launch(out.device), num_warps=8, **dependent_launch(out.device),
+    )  # fmt: skip

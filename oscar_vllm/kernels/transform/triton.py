@@ -9,10 +9,10 @@ from oscar_vllm.kernels.operands import query_operands
 from oscar_vllm.kernels.rows_triton import dot16, processor_count
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "group"])
 def _transform_kernel(
-    query, matrix, inverse, out, tokens, query_token, query_head, out_token, out_head,
-    G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    query, matrix, inverse, out, tokens, query_token, query_head, out_token, out_head, group,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program axis 0 is a KV head and a block of COLUMNS output channels; axis 1 shares the tiles of ROWS query rows.
 
@@ -28,11 +28,11 @@ def _transform_kernel(
         at = matrix + part[:, None] * D + channel[None, :]
         high = tl.load(at)
         low = tl.load(at + D * D)
-    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens * G, ROWS), tl.num_programs(1)):
+    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens * group, ROWS), tl.num_programs(1)):
         row = tile * ROWS + tl.arange(0, ROWS)
-        live = row < tokens * G
-        token = (row // G).to(tl.int64)
-        query_head_of = head * G + row % G
+        live = row < tokens * group
+        token = (row // group).to(tl.int64)
+        query_head_of = head * group + row % group
         at_row = query + token * query_token + query_head_of * query_head
         product = tl.zeros([ROWS, COLUMNS], tl.float32)
         if BLOCK == D:
@@ -77,6 +77,6 @@ def transform_queries_triton(query: torch.Tensor, matrix: torch.Tensor, out: tor
         rows, columns, block, warps = 64, min(dim, 128), dim if dim <= 128 else 64, 4
         programs = min(triton.cdiv(tokens * group, rows), max(1, 2 * processors * columns // (heads * dim)))
     _transform_kernel[(heads * (dim // columns), programs)](
-        query, *operands, out, tokens, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        G=group, D=dim, ROWS=rows, BLOCK=block, COLUMNS=columns, num_warps=warps,
+        query, *operands, out, tokens, query.stride(0), query.stride(1), out.stride(0), out.stride(1), group,
+        D=dim, ROWS=rows, BLOCK=block, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip

@@ -144,9 +144,10 @@ def _refit(x0, x1, x2, x3, total, scale, minimum, D: tl.constexpr, ASM: tl.const
 
 
 @triton.jit
-def quantize_rows(x0, x1, x2, x3, clip, gain, D: tl.constexpr, ROUNDS: tl.constexpr, ASM: tl.constexpr):
+def quantize_rows(x0, x1, x2, x3, clip, gain, most, D: tl.constexpr, ROUNDS: tl.constexpr, ASM: tl.constexpr):
     """Codes, scale and minimum of rows held as four quarters [ROWS, D/4] float32 (channels 4k, 4k + 1, ...).
 
+    A scale that would end up above ``most`` is cut to it about the middle of its levels, and codes follow.
     Returns MAGIC + codes as quarters, then scale and minimum [ROWS] float32, NaN where a row is not finite.
     """
     low, high = _range(x0, x1, x2, x3)
@@ -170,6 +171,10 @@ def quantize_rows(x0, x1, x2, x3, clip, gain, D: tl.constexpr, ROUNDS: tl.conste
     minimum = tl.zeros_like(scale)
     for _ in range(ROUNDS):
         scale, minimum = _refit(x0, x1, x2, x3, total, scale, minimum, D, ASM)
+    wide = scale * gain > most
+    narrowed = most / gain
+    minimum = tl.where(wide, minimum + 1.5 * (scale - narrowed), minimum)
+    scale = tl.where(wide, narrowed, scale)
     slope = _slope(scale)
     offset = (minimum * -slope + HALF_UP)[:, None]
     c0 = _nearest(x0, slope[:, None], offset, ASM)

@@ -2,10 +2,16 @@
 
 import torch
 
-from oscar_vllm.cache.layout import LEVELS, PAGE_TOKENS, WINDOW_TOKENS, PageLayout, pack_codes
+from oscar_vllm.cache.layout import (
+    FP16_MAX,
+    LEVELS,
+    MAX_VALUE_SCALE,
+    PAGE_TOKENS,
+    WINDOW_TOKENS,
+    PageLayout,
+    pack_codes,
+)
 from oscar_vllm.kernels.views import LayerRecipe
-
-FP16_MAX = 65504.0
 
 
 def transform_rows(x: torch.Tensor, matrix: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
@@ -32,7 +38,7 @@ def _assign(x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> torc
 
 
 def quantize(
-    x: torch.Tensor, clip: torch.Tensor, gain: torch.Tensor, rounds: int
+    x: torch.Tensor, clip: torch.Tensor, gain: torch.Tensor, rounds: int, most: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two-bit codes of transformed rows (DESIGN: clip, min/max, least-squares refit, gain about the middle).
 
@@ -41,6 +47,8 @@ def quantize(
         clip: [H] clip ratios.
         gain: [H] factor on the final step, about the middle of the four levels.
         rounds: least-squares refits of scale and minimum to the codes.
+        most: [H] largest scale (FP16's largest number by default): a row that needs more keeps the middle of its levels
+            and saturates on both sides.
 
     Returns:
         codes [T, H, D] float32 in 0..3, scale [T, H] fp16, minimum [T, H] fp16. A row that is not finite gets NaN scale
@@ -56,11 +64,15 @@ def quantize(
         keep = ~(fitted > 0)  # no variance in the codes gives NaN, which is not > 0 either
         offset = x.mean(-1, keepdim=True) - fitted * codes.mean(-1, keepdim=True)
         scale, minimum = torch.where(keep, scale, fitted), torch.where(keep, minimum, offset)
+    finite = torch.isfinite(scale) & torch.isfinite(minimum)
+    narrowed = (FP16_MAX if most is None else most[:, None]) / gain[:, None]
+    wide = scale > narrowed
+    minimum = torch.where(wide, minimum + (LEVELS - 1) / 2 * (scale - narrowed), minimum)
+    scale = torch.where(wide, narrowed, scale)
     codes = _assign(x, scale, minimum)
     middle = minimum + (LEVELS - 1) / 2 * scale
     scale = scale * gain[:, None]
     minimum = middle - (LEVELS - 1) / 2 * scale
-    finite = torch.isfinite(scale) & torch.isfinite(minimum)
     nan = torch.full_like(scale, torch.nan)
     scale = torch.where(finite, scale.clamp(max=FP16_MAX), nan)
     minimum = torch.where(finite, minimum.clamp(-FP16_MAX, FP16_MAX), nan)
@@ -114,6 +126,7 @@ def write_reference(
         torch.cat([recipe.key_clip, recipe.value_clip]),
         torch.cat([recipe.key_gain, recipe.value_gain]),
         recipe.rounds,
+        torch.cat([torch.full_like(recipe.key_clip, FP16_MAX), torch.full_like(recipe.value_clip, MAX_VALUE_SCALE)]),
     )
     packed = pack_codes(codes).unflatten(1, (2, heads))
     meta = torch.stack([scale, minimum], -1).view(torch.uint8).unflatten(1, (2, heads))

@@ -8,6 +8,7 @@ is never read: a token touches only its own bytes.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
 from oscar_vllm.kernels.operands import write_operands
@@ -17,15 +18,15 @@ from oscar_vllm.kernels.write.quantize_triton import half_bits, pack_quarters, q
 
 
 @triton.jit
-def _write_kernel(
+def write_tiles(
     key, value, matrix, shift, numbers, history, window, slots, window_slots, tokens,
     key_token, key_head, value_token, value_head,
-    history_block, history_head, window_block, window_head, window_row,
+    history_block, history_head, window_block, window_head, window_row, pair, first, step,
     D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CODES: tl.constexpr,
     META: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program axis 0 is K and V of every head in turn; axis 1 shares the tiles of ROWS tokens."""
-    pair = tl.program_id(0)
+    """K (pair = 2 * head) or V (2 * head + 1) of the tiles of ROWS tokens first, first + step, and so on."""
     head = (pair // 2).to(tl.int64)
     is_value = pair % 2
     rows = key + head * key_head
@@ -38,6 +39,7 @@ def _write_kernel(
     inverse = tl.load(numbers + pair * 4)
     clip = tl.load(numbers + pair * 4 + 1)
     gain = tl.load(numbers + pair * 4 + 2)
+    most = tl.load(numbers + pair * 4 + 3)
     matrix += pair * (2 * D * D)
     shift_parts = tl.load(shift + (pair * 16 + tl.arange(0, 16))[:, None] * D + channel[None, :])
     ones = tl.full([ROWS, 16], 1.0, tl.bfloat16)
@@ -46,7 +48,10 @@ def _write_kernel(
         high = tl.load(whole)
         low = tl.load(whole + D * D)
 
-    for tile in range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1)):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for tile in range(first, tl.cdiv(tokens, ROWS), step):
         token = tile * ROWS + tl.arange(0, ROWS)
         live = token < tokens
         slot = tl.load(slots + token, mask=live, other=-1)
@@ -76,7 +81,7 @@ def _write_kernel(
         even, odd = tl.split(tl.reshape(product, (ROWS, D // 4, 2, 2)))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
-        c0, c1, c2, c3, scale, minimum = quantize_rows(x0, x1, x2, x3, clip, gain, D, ROUNDS, ASM)
+        c0, c1, c2, c3, scale, minimum = quantize_rows(x0, x1, x2, x3, clip, gain, most, D, ROUNDS, ASM)
         words = pack_quarters(c0, c1, c2, c3, ROWS, D)
         page = history + (slot // PAGE) * history_block + head * history_head
         inside = (slot % PAGE).to(tl.int32)
@@ -85,6 +90,24 @@ def _write_kernel(
         meta = half_bits(scale * inverse) | (half_bits(minimum * inverse) << 16)
         meta_at = (page + META + is_value * (4 * PAGE) + inside * 4).to(tl.pointer_type(tl.int32))
         tl.store(meta_at, meta, mask=stored)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _write_kernel(
+    key, value, matrix, shift, numbers, history, window, slots, window_slots, tokens,
+    key_token, key_head, value_token, value_head,
+    history_block, history_head, window_block, window_head, window_row,
+    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CODES: tl.constexpr,
+    META: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program axis 0 is K and V of every head in turn; axis 1 shares the tiles of ROWS tokens."""
+    write_tiles(
+        key, value, matrix, shift, numbers, history, window, slots, window_slots, tokens,
+        key_token, key_head, value_token, value_head,
+        history_block, history_head, window_block, window_head, window_row,
+        tl.program_id(0), tl.program_id(1), tl.num_programs(1),
+        D, PAGE, WINDOW, CODES, META, ROUNDS, ROWS, ASM, BLOCK, False,
+    )  # fmt: skip
 
 
 def _tile(rows: int, heads: int, dim: int, processors: int) -> tuple[int, int, int]:
