@@ -2,6 +2,7 @@
 
 import typer
 
+from oscar_vllm.commands.bench import bench
 from oscar_vllm.commands.calibrate import calibrate
 from oscar_vllm.commands.demo import demo
 from oscar_vllm.commands.doctor import doctor
@@ -16,6 +17,7 @@ app.command()(doctor)
 app.command("eval")(evaluate)
 app.command("import")(import_recipe)
 app.command()(inspect)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
