@@ -1,6 +1,5 @@
 """Calibration from end to end: a text in, a recipe on disk."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ from oscar_vllm.backend.recipes import cached_recipe_path
 from oscar_vllm.calibration.build import build_recipe
 from oscar_vllm.calibration.candidates import Method
 from oscar_vllm.calibration.collect import CalibrationError, Progress, collect, model_geometry
-from oscar_vllm.calibration.layer import join_ranks
-from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.text import text_hash
 from oscar_vllm.recipe import OscarRecipe
 from oscar_vllm.recipe_format import MEANS
@@ -19,11 +16,6 @@ from oscar_vllm.recipe_format import MEANS
 __all__ = ["DEFAULT_TOKENS", "CalibrationError", "add_means", "calibrate"]
 
 DEFAULT_TOKENS = 8192
-
-
-def _join(files: Sequence[str]) -> list[LayerStatistics]:
-    """The statistics of every layer, in order, from the files of all ranks."""
-    return [layer.statistics for layer in join_ranks(files)]
 
 
 def calibrate(
