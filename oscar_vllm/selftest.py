@@ -76,7 +76,8 @@ def run_selftest(device: torch.device, heads: int = 2, group: int = 4, dim: int 
     window = torch.zeros(1 + sum(slots), heads, WINDOW_TOKENS, 2 * dim, dtype=torch.bfloat16)
     block_table = torch.zeros(len(LENGTHS), max(pages), dtype=torch.int32)
     window_table = torch.zeros(len(LENGTHS), max(slots), dtype=torch.int32)
-    history_slots, window_slots = [], []
+    history_slots: list[torch.Tensor] = []
+    window_slots: list[torch.Tensor] = []
     for r, length in enumerate(LENGTHS):
         block_table[r, : pages[r]] = torch.arange(pages[r]) + 1 + sum(pages[:r])
         window_table[r, : slots[r]] = torch.arange(slots[r]) + 1 + sum(slots[:r])
@@ -89,11 +90,11 @@ def run_selftest(device: torch.device, heads: int = 2, group: int = 4, dim: int 
     tokens = sum(LENGTHS)
     key, value = (torch.randn(tokens, heads, dim, generator=generator).bfloat16() for _ in range(2))
     query = torch.randn(len(LENGTHS), heads * group, dim, generator=generator).bfloat16()
-    slots = (torch.cat(history_slots), torch.cat(window_slots))
+    where, window_where = torch.cat(history_slots), torch.cat(window_slots)
     there = history.clone().to(device), window.clone().to(device)
     here = _moved(recipe, device)
-    write(key.to(device), value.to(device), *there, slots[0].to(device), slots[1].to(device), here)
-    write_reference(key, value, history, window, *slots, recipe)
+    write(key.to(device), value.to(device), *there, where.to(device), window_where.to(device), here)
+    write_reference(key, value, history, window, where, window_where, recipe)
     written = (history != 0).sum()
     differing = float((there[0].cpu() != history).sum() / written)
     view = CacheView(
