@@ -8,7 +8,6 @@ import typer
 
 from oscar_vllm.commands.common import console, one_sentence
 
-_LENGTHS = "1024,2048,4096,7680"
 _TASKS = "bf16,quarot,oscar,ours"
 
 
@@ -22,7 +21,9 @@ def evaluate(
     length: Annotated[int, typer.Option(min=400, help="Tokens of one text.")] = 2400,
     recipe: Annotated[Path | None, typer.Option(help="Recipe to evaluate; left out: the cached one.")] = None,
     needle: Annotated[bool, typer.Option("--needle", help="Also look for needles in haystacks.")] = False,
-    needle_lengths: Annotated[str, typer.Option(help="Prompt tokens, comma-separated.")] = _LENGTHS,
+    needle_lengths: Annotated[
+        str | None, typer.Option(help="Prompt tokens, comma-separated; left out: up to the model's context.")
+    ] = None,
     needle_repeats: Annotated[int, typer.Option(min=1, help="Prompts for each length and depth.")] = 1,
     humaneval: Annotated[
         bool, typer.Option("--humaneval", help="Also score HumanEval: RUNS GENERATED CODE in a sandbox.")
@@ -37,12 +38,12 @@ def evaluate(
 ) -> None:
     """Measure what a KV cache costs: distance to BF16, needles found, problems solved."""
     from oscar_vllm.evaluation.methods import EvaluationError, choose
+    from oscar_vllm.evaluation.plan import Plan
     from oscar_vllm.evaluation.report import print_report
-    from oscar_vllm.evaluation.run import Plan
     from oscar_vllm.evaluation.run import evaluate as run
 
     try:
-        lengths = tuple(int(part) for part in needle_lengths.split(","))
+        lengths = None if needle_lengths is None else tuple(int(part) for part in needle_lengths.split(","))
     except ValueError:
         raise EvaluationError(f'--needle-lengths takes numbers such as 1024,4096, not "{needle_lengths}".') from None
     try:
@@ -60,7 +61,8 @@ def evaluate(
         methods=choose(methods),
         tokens=tokens,
         length=length,
-        needle_lengths=lengths if needle else (),
+        needle=needle,
+        needle_lengths=lengths,
         needle_repeats=needle_repeats,
         problems=problems if humaneval else 0,
         tasks=choose(task_methods) if needle or humaneval else [],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oscar_vllm.evaluation.chat import question_ids
+from oscar_vllm.evaluation.methods import EvaluationError
 
 _CITIES = ("Lisbon", "Oslo", "Nairobi", "Lima", "Hanoi", "Quito", "Dakar", "Riga", "Perth", "Bergen", "Kyoto", "Malaga")
 
@@ -31,7 +32,7 @@ def make_needles(
         filler: text around the needle, at least as long as the longest prompt.
 
     Raises:
-        ValueError: the filler is too short.
+        EvaluationError: the filler is too short.
     """
     ids = list(tokenizer.encode(filler, add_special_tokens=False))
     overhead = len(question_ids(tokenizer, _content("", "", "Lisbon", "0000000")))
@@ -40,7 +41,9 @@ def make_needles(
     for length in lengths:
         wanted = length - overhead - 8  # tokens merge differently where texts meet
         if not 0 < wanted <= len(ids):
-            raise ValueError(f"A needle prompt of {length} tokens needs {wanted} of filler and there are {len(ids)}.")
+            raise EvaluationError(
+                f"A needle prompt of {length} tokens needs {wanted} of filler and there are {len(ids)}; choose another."
+            )
         for depth in depths:
             for _ in range(repeats):
                 city, number = draw.choice(_CITIES), str(draw.randrange(1_000_000, 10_000_000))

@@ -3,51 +3,27 @@
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from oscar_vllm.calibration.text import held_out_text, text_hash
 from oscar_vllm.evaluation.divergence import Quality
-from oscar_vllm.evaluation.generation import NEEDLE_TOKENS, answering, find_needles, solve
-from oscar_vllm.evaluation.humaneval import FILLER_TOKENS, NEW_TOKENS, load_problems
+from oscar_vllm.evaluation.generation import answering, find_needles, solve
+from oscar_vllm.evaluation.humaneval import FILLER_TOKENS, NEW_TOKENS
 from oscar_vllm.evaluation.kivi import kivi_quality
-from oscar_vllm.evaluation.methods import BF16, EvaluationError, Method, windows_of
-from oscar_vllm.evaluation.needle import make_needles
+from oscar_vllm.evaluation.methods import BF16, Method, windows_of
+from oscar_vllm.evaluation.plan import SKIP, Inputs, Plan, prepare_inputs
 from oscar_vllm.evaluation.recipes import prepare_recipes
 from oscar_vllm.evaluation.sandbox import Sandbox
 from oscar_vllm.evaluation.served import compare, record, teacher_forcing, use_recipe
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import OscarRecipe
 
-SKIP = 320
-"""Positions at a text's beginning that are left out: all they attend to lies in the unquantized windows."""
 CHUNK = 64
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 Say = Callable[[str], None]
 Keep = Callable[[dict[str, Any]], None]
-
-
-@dataclass
-class Plan:
-    """What to evaluate."""
-
-    model: str
-    methods: list[Method]
-    tokens: int = 8000
-    """Positions to compare, at least; 0: no teacher-forced comparison."""
-    length: int = 2400
-    """Tokens of one text."""
-    needle_lengths: tuple[int, ...] = ()
-    needle_repeats: int = 1
-    problems: int = 0
-    """HumanEval problems to solve, of 164."""
-    tasks: list[Method] = field(default_factory=list)
-    """Methods that answer needles and HumanEval."""
-    recipe: Path | None = None
-    """Of ``ours``; None: the cached one."""
-    engine_options: dict[str, Any] = field(default_factory=dict)
 
 
 def evaluate(plan: Plan, say: Say, keep: Keep = lambda figures: None) -> dict[str, Any]:
@@ -59,9 +35,11 @@ def evaluate(plan: Plan, say: Say, keep: Keep = lambda figures: None) -> dict[st
         keep: called with the figures so far whenever a method is done, so that an interrupted run leaves something.
 
     Raises:
-        EvaluationError: the plan asks for texts or prompts that the model's context or the shipped text cannot give.
+        EvaluationError: the plan asks for what cannot be had here.
     """
     tokenizer, geometry, context = _load(plan.model)
+    inputs = prepare_inputs(plan, tokenizer, context)
+    sandbox = Sandbox.strongest() if inputs.problems else None
     used = [*(plan.methods if plan.tokens else ()), *plan.tasks]
     figures: dict[str, Any] = {
         "model": Path(plan.model).name,
@@ -75,29 +53,21 @@ def evaluate(plan: Plan, say: Say, keep: Keep = lambda figures: None) -> dict[st
         names = {m.recipe for m in used if m.recipe is not None}
         recipes = prepare_recipes(plan.model, geometry, names, folder, ours=plan.recipe, say=say, **plan.engine_options)
         figures["recipes"] = {name: _describe(path) for name, path in recipes.items() if Path(path).is_file()}
-        if plan.tokens:
-            for figures["distribution"] in _distribution(plan, tokenizer, context, recipes, folder / "logits", say):
+        if inputs.texts:
+            for figures["distribution"] in _distribution(plan, inputs.texts, recipes, folder / "logits", say):
                 keep(figures)
-        if plan.needle_lengths or plan.problems:
-            for part in _tasks(plan, tokenizer, context, recipes, say):
+        if inputs.longest:
+            for part in _tasks(plan, inputs, sandbox, recipes, say):
                 figures |= part
                 keep(figures)
     return figures
 
 
 def _distribution(
-    plan: Plan, tokenizer: Any, context: int, recipes: dict[str, str], folder: Path, say: Say
+    plan: Plan, texts: list[list[int]], recipes: dict[str, str], folder: Path, say: Say
 ) -> Iterator[dict[str, Any]]:
     """The figures after every method."""
-    length = min(plan.length, context - 1)
-    count = -(-plan.tokens // max(length - 1 - SKIP, 1))
-    ids = tokenizer.encode(held_out_text())
-    if length <= SKIP + 1 or count * length > len(ids):
-        raise EvaluationError(
-            f"{plan.tokens} positions in texts of {length} tokens need {count * length} tokens and the shipped text "
-            f"has {len(ids)}; ask for fewer --tokens or another --length."
-        )
-    prompts = [ids[i * length : (i + 1) * length] for i in range(count)]
+    length = len(texts[0])
     rules = {"skip": SKIP, "chunk": CHUNK}
 
     def start(**options: Any) -> AbstractContextManager[Any]:
@@ -107,37 +77,32 @@ def _distribution(
 
     def so_far() -> dict[str, Any]:
         in_order = {method.name: asdict(rows[method.name]) for method in plan.methods if method.name in rows}
-        return {**rules, "texts": count, "length": length, "rows": in_order}
+        return {**rules, "texts": len(texts), "length": length, "rows": in_order}
 
     for method, llm in _served(plan.methods, start, recipes, say):
-        say(f"{method.title}: {count} texts of {length} tokens")
+        say(f"{method.title}: {len(texts)} texts of {length} tokens")
         if method.name == BF16:
-            record(llm, prompts, folder, **rules)
+            record(llm, texts, folder, **rules)
         else:
-            rows[method.name] = compare(llm, prompts, folder, **rules)
+            rows[method.name] = compare(llm, texts, folder, **rules)
             yield so_far()
     reference = [method for method in plan.methods if method.path == "reference maths"]
     if reference:
         say("reference maths")
         windows = [windows_of(method) for method in reference]
-        qualities = kivi_quality(plan.model, prompts, windows, **rules)
+        qualities = kivi_quality(plan.model, texts, windows, **rules)
         rows |= {method.name: quality for method, quality in zip(reference, qualities, strict=True)}
     yield so_far()
 
 
-def _tasks(plan: Plan, tokenizer: Any, context: int, recipes: dict[str, str], say: Say) -> Iterator[dict[str, Any]]:
+def _tasks(
+    plan: Plan, inputs: Inputs, sandbox: Sandbox | None, recipes: dict[str, str], say: Say
+) -> Iterator[dict[str, Any]]:
     """The figures after every method."""
-    lengths = [length for length in plan.needle_lengths if length + NEEDLE_TOKENS <= context]
-    needles = make_needles(tokenizer, held_out_text(), lengths, DEPTHS, repeats=plan.needle_repeats)
-    problems = load_problems(tokenizer)[: plan.problems] if plan.problems else []
-    sandbox = Sandbox.strongest() if problems else None
-    longest = [len(needle.prompt) + NEEDLE_TOKENS for needle in needles]
-    longest += [len(problem.prompt) + NEW_TOKENS for problem in problems]
-    if max(longest, default=0) > context:
-        raise EvaluationError(f"The prompts need {max(longest)} tokens and the model's context is {context}.")
+    needles, problems = inputs.needles, inputs.problems
 
     def start(**options: Any) -> AbstractContextManager[Any]:
-        return answering(plan.model, longest=max(longest), **plan.engine_options, **options)
+        return answering(plan.model, longest=inputs.longest, **plan.engine_options, **options)
 
     figures: dict[str, Any] = {}
     if sandbox is not None:

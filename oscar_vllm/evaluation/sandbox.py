@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oscar_vllm.evaluation.methods import EvaluationError
+
 _GUARD = Path(__file__).with_name("sandbox_guard.py")
 _PASSED = 42
 """``sandbox_guard.PASSED``: the status of a program that ran to its end."""
@@ -54,7 +56,7 @@ class Sandbox:
         """The strictest isolation in which a program can import the usual modules here.
 
         Raises:
-            RuntimeError: none does.
+            EvaluationError: none does.
         """
         roots = (True, False) if hasattr(os, "geteuid") and os.geteuid() == 0 else (False,)
         reason = ""
@@ -65,7 +67,7 @@ class Sandbox:
                 if outcome.passed:
                     return sandbox
                 reason = outcome.reason
-        raise RuntimeError(f"No sandbox runs a Python program here ({reason}); HumanEval cannot be scored.")
+        raise EvaluationError(f"No sandbox runs a Python program here ({reason}); leave out --humaneval.")
 
     def run(self, source: str) -> Outcome:
         """Run a program; it passes if it ends by itself without an error."""

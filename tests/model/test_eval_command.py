@@ -42,6 +42,8 @@ def test_table_figures_and_picture(model: str, recipe: Path, tmp_path: Path) -> 
     [
         (["--methods", "nonsense"], 'There is no method "nonsense"; the methods are bf16,'),
         (["--needle", "--needle-lengths", "4k"], '--needle-lengths takes numbers such as 1024,4096, not "4k".'),
+        (["--needle", "--tokens", "0", "--needle-lengths", "9000"], "and the model's context is 8192; ask for shorter"),
+        (["--needle", "--tokens", "0", "--task-methods", "kivi"], '"kivi" exists in reference maths only'),
         (["--engine-options", "[1]"], "--engine-options takes a JSON object, not [1]."),
         (["--tokens", "1000000", "--methods", "quarot"], "ask for fewer --tokens or another --length."),
     ],
