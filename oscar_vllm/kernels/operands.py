@@ -6,10 +6,11 @@ for FP16. That is two products instead of the three that splitting both sides ta
 tensor cores untouched. FP16 matrices are scaled by a power of two into that type's range.
 """
 
+from operator import is_
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from oscar_vllm.cache.layout import FP16_MAX, MAX_VALUE_SCALE
 from oscar_vllm.kernels.views import LayerRecipe
@@ -75,32 +76,33 @@ def _make_write_operands(recipe: LayerRecipe, dtype: torch.dtype) -> WriteOperan
     return WriteOperands(split.parts[..., order].contiguous(), shift[..., order].contiguous(), numbers.contiguous())
 
 
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_kept: dict[tuple[int, str, torch.dtype], tuple[Any, ...]] = {}
 
 
-def _version(x: torch.Tensor) -> int:
-    return -1 if x.is_inference() else x._version
+def _versions(sources: tuple[torch.Tensor, ...]) -> list[int]:
+    return [-1 if x.is_inference() else x._version for x in sources]
 
 
 def _keep(name: str, sources: tuple[torch.Tensor, ...], dtype: torch.dtype, make: Any) -> Any:
-    """``make()``, or what it made for the same unchanged sources before."""
-    if sources[0] not in _kept:
-        _kept[sources[0]] = {}
-    entries = _kept[sources[0]]
-    stamp = [_version(x) for x in sources]
-    kept = entries.get((name, dtype))
-    if kept and kept[1] == stamp and all(a is b for a, b in zip(kept[0], sources[1:], strict=True)):
-        return kept[2]
+    """``make()``, or what it made for the same unchanged sources before; forgotten when the first source dies."""
+    key = (id(sources[0]), name, dtype)
+    kept = _kept.get(key)
+    if kept is not None:
+        first, others, versions, made = kept
+        if first() is sources[0] and all(map(is_, others, sources[1:])) and versions == _versions(sources):
+            return made
     made = make()
     # What is made inside a capture belongs to the graph's memory and holds values only while it replays.
     if not (sources[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-        entries[name, dtype] = (sources[1:], stamp, made)
+        first = ref(sources[0], lambda _: _kept.pop(key, None))
+        _kept[key] = (first, sources[1:], _versions(sources), made)
     return made
 
 
 def write_operands(recipe: LayerRecipe, dtype: torch.dtype) -> WriteOperands:
     """The recipe's operands for rows of ``dtype``; kept while the recipe's tensors live and stay unchanged."""
-    sources = tuple(x for name, x in recipe._asdict().items() if name not in ("query", "output", "rounds"))
+    r = recipe
+    sources = (r.key, r.value, r.key_mean, r.value_mean, r.key_clip, r.value_clip, r.key_gain, r.value_gain)
     made: WriteOperands = _keep("write", sources, dtype, lambda: _make_write_operands(recipe, dtype))
     return made
 

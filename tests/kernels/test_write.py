@@ -275,6 +275,25 @@ def test_rows_that_are_constant_tiny_or_huge(device: str, rounds: int, clip: flo
         torch.testing.assert_close(minimum[row], twin_minimum[row], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize(("rounds", "clip", "gain"), [(0, 1.0, 1.0), (4, 1.0, 1.09), (3, 0.92, 1.05)])
+def test_wide_values_saturate_about_their_middle(device: str, rounds: int, clip: float, gain: float) -> None:
+    """Decode takes value scales up to 255: wider rows keep their middle, and their codes follow."""
+    tokens = step(40, 2, 64, recipe_of(2, 64, rounds, clip, gain, device=device), device=device, skip=False)
+    tokens = tokens._replace(value=tokens.value * 600 + 50)
+    check_against_twin(tokens)
+    history = written(write_triton, tokens).history
+    codes, scale, minimum = stored_rows(history, tokens.slots, 64)
+    assert scale[:, 1].max() == 255
+    assert (scale[:, 1] == 255).float().mean() > 0.9
+    rows = exact_rows(tokens)[:, 1]
+    if rounds == 0:
+        middle = (rows.amax(-1) + rows.amin(-1)) / 2
+        assert ((minimum[:, 1] + 1.5 * scale[:, 1] - middle).abs() < 2.0).all()
+    inside = (rows - minimum[:, 1, :, None]).div(scale[:, 1, :, None]).add(0.5).floor().clamp(0, 3)
+    if gain == 1.0:
+        assert (inside != codes[:, 1]).double().mean() < 1e-2
+
+
 def test_a_mean_far_above_the_spread(device: str) -> None:
     """Key biases put a constant a hundred times the spread into some channels; centering must not lose the rest."""
     recipe = recipe_of(2, 128, rounds=4, device=device)

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.views import LayerRecipe
 
 TILE_HEADS = 16
@@ -52,6 +53,9 @@ def _combine_kernel(
     tl.store(lse + head * lse_head + token, top + tl.log(total), mask=live & (total != 0))
 
 
+_combine = Launch(_combine_kernel)
+
+
 def combine_triton(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -75,9 +79,10 @@ def combine_triton(
     means = (lse, lse) if recipe is None else (recipe.key_mean.contiguous(), recipe.value_mean.contiguous())
     group = 1 if recipe is None else heads // recipe.key_mean.shape[0]
     tile = min(TILE_HEADS, triton.next_power_of_2(heads))
-    _combine_kernel[(tokens, triton.cdiv(heads, tile))](
+    _combine(
+        (tokens, triton.cdiv(heads, tile), 1),
         out, lse, part, part_lse, q, *means, scale,
         out.stride(0), out.stride(1), part.stride(0), part.stride(1), q.stride(0), q.stride(1),
         lse.stride(0), part_lse.stride(0),
-        HEADS=heads, GROUP=group, D=dim, CENTERED=recipe is not None, TILE=tile, num_warps=4,
+        heads, group, dim, recipe is not None, tile, num_warps=4,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
+from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.views import CacheView
 
 TILE_ELEMENTS = 2048  # small programs: tables and rows are chains of loads, so many must be in flight
@@ -73,6 +74,9 @@ def _gather_kernel(
         tl.store(to[:, None, None] + channel, result, mask=wanted[:, None, None])
 
 
+_gather = Launch(_gather_kernel)
+
+
 def gather_context_triton(
     view: CacheView,
     starts: torch.Tensor,
@@ -100,13 +104,13 @@ def gather_context_triton(
     tokens = TILE_ELEMENTS // dim
     if rows.shape[0] == 0 or max_len == 0:
         return
-    _gather_kernel[(triton.cdiv(max_len, tokens), 2 * heads, rows.shape[0])](
+    _gather(
+        (triton.cdiv(max_len, tokens), 2 * heads, rows.shape[0]),
         view.history, view.window, view.block_table, view.window_table, view.seq_lens, view.query_start,
         starts, cu_lens, rows, out_key, out_value,
         view.history.stride(0), view.history.stride(1),
         view.window.stride(0), view.window.stride(1), view.window.stride(2),
         view.block_table.stride(0), view.window_table.stride(0),
         out_key.stride(0), out_key.stride(1), out_value.stride(0), out_value.stride(1), view.sink, view.recent,
-        D=dim, PAGE=PAGE_TOKENS, WINDOW=WINDOW_TOKENS, CODES=layout.value_codes, META=layout.key_meta,
-        TOKENS=tokens, num_warps=2,
+        dim, PAGE_TOKENS, WINDOW_TOKENS, layout.value_codes, layout.key_meta, tokens, num_warps=2,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
 from oscar_vllm.kernels.decode.device import dependent_launch, use_dependent_launch
 from oscar_vllm.kernels.decode.partials import SplitPlan
+from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.operands import query_operands, write_operands
 from oscar_vllm.kernels.rows_triton import INLINE_PTX, dot16
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
@@ -161,6 +162,9 @@ def _prepare_kernel(
         )  # fmt: skip
 
 
+_prepare = Launch(_prepare_kernel)
+
+
 def prepare(
     query: torch.Tensor,
     view: CacheView,
@@ -198,16 +202,16 @@ def prepare(
         written = (new.key, new.value, *operands, view.history, view.window, new.slots, new.window_slots)
         token_strides = (new.key.stride(0), new.key.stride(1), new.value.stride(0), new.value.stride(1))
     layout = PageLayout(dim)
-    grid = (query_programs + triton.cdiv(tokens, _WRITE_ROWS) * 2 * heads,)
-    _prepare_kernel[grid](
+    _prepare(
+        (query_programs + triton.cdiv(tokens, _WRITE_ROWS) * 2 * heads, 1, 1),
         query, matrix, inverse, codes, halves, factors, view.seq_lens, view.query_start, requests, scale,
         query.stride(0), query.stride(1), query_programs, heads, plan.group, plan.columns, plan.column_blocks,
         *written, tokens, *token_strides,
         view.history.stride(0), view.history.stride(1),
         view.window.stride(0), view.window.stride(1), view.window.stride(2),
-        D=dim, N=n, M=16, K=dim if dim <= 128 else 64, TRANSFORM=transform is not None,
-        WRITE=new is not None, PAGE=PAGE_TOKENS, WINDOW=WINDOW_TOKENS, CODES=layout.value_codes, META=layout.key_meta,
-        ROUNDS=0 if new is None else new.recipe.rounds, ROWS=_WRITE_ROWS, ASM=INLINE_PTX,
-        PDL=use_dependent_launch(device), num_warps=_WARPS, num_stages=1, **dependent_launch(device),
+        dim, n, 16, dim if dim <= 128 else 64, transform is not None,
+        new is not None, PAGE_TOKENS, WINDOW_TOKENS, layout.value_codes, layout.key_meta,
+        0 if new is None else new.recipe.rounds, _WRITE_ROWS, INLINE_PTX,
+        use_dependent_launch(device), num_warps=_WARPS, num_stages=1, **dependent_launch(device),
     )  # fmt: skip
     return Operands(codes, halves, factors)

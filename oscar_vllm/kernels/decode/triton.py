@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Triton decode attention: one launch over sink, history and recent of every request, its splits merged by a second."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from oscar_vllm.kernels.decode.plan import (
 )
 from oscar_vllm.kernels.decode.prepare import NewTokens, prepare
 from oscar_vllm.kernels.decode.window import window_item
+from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.merge.triton import merge_triton
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
@@ -158,6 +161,9 @@ def _store_empty(output, lse, columns, D: tl.constexpr, N: tl.constexpr):
     tl.store(output + n[:, None] * D + tl.arange(0, D)[None, :], tl.zeros([N, D], tl.float32), mask=there[:, None])
 
 
+_decode = Launch(_decode_kernel)
+
+
 class _Shape:
     """Compile-time shape of the decode kernel for one head size and number of query columns."""
 
@@ -174,20 +180,21 @@ class _Shape:
         self.programs_per_processor = 8 // self.warps
 
 
-def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, programs: int | None = None) -> SplitPlan:
-    """Plan for a batch's shapes; ``programs`` defaults to one wave of the device."""
-    heads = view.history.shape[1]
-    group = query.shape[1] // heads
-    dim = query.shape[2]
-    bucket = triton.next_power_of_2(max_query_len)
+@cache
+def _shape(head_size: int, columns: int) -> _Shape:
+    return _Shape(head_size, columns)
+
+
+@cache
+def _plan(heads: int, group: int, dim: int, bucket: int, programs: int | None, device: torch.device) -> SplitPlan:
     total = group * bucket
     blocks = triton.cdiv(total, 16)
     columns = triton.cdiv(total, blocks)
-    shape = _Shape(dim, columns)
+    shape = _shape(dim, columns)
     tile = shape.rows * shape.ratio
     tile_cost = tile * PageLayout(dim).token_bytes // COST_BYTES
     return SplitPlan(
-        programs=programs or shape.programs_per_processor * multiprocessors(query.device),
+        programs=programs or shape.programs_per_processor * multiprocessors(device),
         tile=tile,
         tile_cost=tile_cost,
         block_cost=WINDOW_TOKENS * 4 * dim // COST_BYTES,
@@ -199,6 +206,13 @@ def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, program
         columns=columns,
         column_blocks=blocks,
     )
+
+
+def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, programs: int | None = None) -> SplitPlan:
+    """Plan for a batch's shapes; ``programs`` defaults to one wave of the device."""
+    heads = view.history.shape[1]
+    bucket = triton.next_power_of_2(max_query_len)
+    return _plan(heads, query.shape[1] // heads, query.shape[2], bucket, programs, query.device)
 
 
 def decode_triton(
@@ -230,54 +244,24 @@ def decode_triton(
     requests = view.seq_lens.shape[0]
     dim = query.shape[2]
     plan = split_plan(view, query, max_query_len, num_splits)
-    shape = _Shape(dim, plan.columns)
+    shape = _shape(dim, plan.columns)
     slots = plan.programs + 2 * requests * heads * plan.column_blocks
     output = torch.empty(slots, plan.columns, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(slots, plan.columns, dtype=torch.float32, device=query.device)
     operands = prepare(query, view, scale, plan, transform, new)
-    _decode_kernel[(plan.programs,)](
-        *operands,
-        view.history,
-        view.window,
-        view.block_table,
-        view.window_table,
-        view.seq_lens,
-        view.query_start,
-        output,
-        lse,
-        requests,
-        plan.programs,
-        view.sink,
-        view.recent,
-        view.history.stride(0),
-        view.history.stride(1),
-        view.window.stride(0),
-        view.window.stride(1),
-        view.window.stride(2),
-        view.block_table.stride(0),
-        view.window_table.stride(0),
-        view.window_table.shape[1],
-        heads,
-        plan.group,
-        plan.columns,
-        plan.column_blocks,
-        D=dim,
-        N=shape.columns_pad,
-        ROWS=shape.rows,
-        RATIO=shape.ratio,
-        TILE_COST=plan.tile_cost,
-        BLOCK_COST=plan.block_cost,
-        ITEM_COST=plan.item_cost,
-        MIN_CHUNK=plan.min_chunk,
-        STAGES=shape.stages,
-        WINDOW_STAGES=shape.window_stages,
-        MANY=requests > REQUESTS.value,
-        ASM=use_inline_ptx(query.device),
-        FLOAT_DOT=query.device.type == "cpu",
-        PDL=use_dependent_launch(query.device),
-        num_warps=shape.warps,
-        **dependent_launch(query.device),
-    )
+    _decode(
+        (plan.programs, 1, 1),
+        *operands, view.history, view.window, view.block_table, view.window_table, view.seq_lens, view.query_start,
+        output, lse, requests, plan.programs, view.sink, view.recent,
+        *view.history.stride()[:2], *view.window.stride()[:3],
+        view.block_table.stride(0), view.window_table.stride(0), view.window_table.shape[1],
+        heads, plan.group, plan.columns, plan.column_blocks,
+        dim, shape.columns_pad, shape.rows, shape.ratio,
+        plan.tile_cost, plan.block_cost, plan.item_cost, plan.min_chunk,
+        shape.stages, shape.window_stages, requests > REQUESTS.value,
+        use_inline_ptx(query.device), query.device.type == "cpu", use_dependent_launch(query.device),
+        num_warps=shape.warps, **dependent_launch(query.device),
+    )  # fmt: skip
     return Partials(output, lse, plan)
 
 

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Merge the decode kernel's partial results by log-sum-exp and map the output back to the model's own space."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 from oscar_vllm.kernels.decode.device import dependent_launch, use_dependent_launch
 from oscar_vllm.kernels.decode.partials import Partials
 from oscar_vllm.kernels.decode.plan import REQUESTS, partial_slots, request_starts
+from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.merge.row import merge_row_kernel
 from oscar_vllm.kernels.rows_triton import processor_count
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
@@ -154,6 +157,10 @@ def _merge_kernel(
             tl.store(lse + token * lse_stride_token + query_head, natural, mask=live)
 
 
+_merge = Launch(_merge_kernel)
+_merge_row = Launch(merge_row_kernel)
+
+
 def merge_triton(
     partials: Partials, view: CacheView, recipe: LayerRecipe, out: torch.Tensor, lse: torch.Tensor | None = None
 ) -> None:
@@ -180,48 +187,27 @@ def merge_triton(
     per_processor = triton.cdiv(rows * heads, processors)
     block = min(4 if per_processor <= 4 else 8 if per_processor <= 8 else 16, triton.next_power_of_2(rows))
     channels = 64
-    grid = (triton.cdiv(rows, block), heads, dim // channels)
-    _merge_kernel[grid](
-        partials.output,
-        partials.lse,
-        recipe.output,
-        recipe.value_mean,
-        view.seq_lens,
-        view.query_start,
-        out,
-        lse,
-        requests,
-        plan.programs,
-        view.sink,
-        view.recent,
-        recipe.output.stride(0),
-        recipe.output.stride(1),
-        recipe.value_mean.stride(0),
-        out.stride(0),
-        out.stride(1),
-        0 if lse is None else lse.stride(0),
-        heads,
-        plan.group,
-        plan.max_query_len,
-        plan.columns,
-        plan.column_blocks,
-        D=dim,
-        TILE=plan.tile,
-        TILE_COST=plan.tile_cost,
-        BLOCK_COST=plan.block_cost,
-        ITEM_COST=plan.item_cost,
-        MIN_CHUNK=plan.min_chunk,
-        ROWS=block,
-        PARTS=16 // block,
-        SLOTS=64,
-        STAGES=6 if dim <= 128 else 4,
-        CHANNELS=channels,
-        HAS_LSE=lse is not None,
-        MANY=requests > REQUESTS.value,
-        PDL=use_dependent_launch(out.device),
-        num_warps=8,
-        **dependent_launch(out.device),
-    )
+    _merge(
+        (triton.cdiv(rows, block), heads, dim // channels),
+        *_shared(partials, view, recipe, out, lse), block, 16 // block, 64, 6 if dim <= 128 else 4, channels,
+        lse is not None, requests > REQUESTS.value, use_dependent_launch(out.device),
+        num_warps=8, **dependent_launch(out.device),
+    )  # fmt: skip
+
+
+def _shared(
+    partials: Partials, view: CacheView, recipe: LayerRecipe, out: torch.Tensor, lse: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """The arguments that both kernels begin with."""
+    plan = partials.plan
+    return (
+        partials.output, partials.lse, recipe.output, recipe.value_mean, view.seq_lens, view.query_start, out, lse,
+        view.seq_lens.shape[0], plan.programs, view.sink, view.recent,
+        recipe.output.stride(0), recipe.output.stride(1), recipe.value_mean.stride(0),
+        out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+        recipe.output.shape[0], plan.group, plan.max_query_len, plan.columns, plan.column_blocks, out.shape[2],
+        plan.tile, plan.tile_cost, plan.block_cost, plan.item_cost, plan.min_chunk,
+    )  # fmt: skip
 
 
 def _merge_rows(
@@ -233,13 +219,8 @@ def _merge_rows(
     dim = out.shape[2]
     requests = view.seq_lens.shape[0]
     channels = min(dim, _ROW_CHANNELS)
-    merge_row_kernel[requests * plan.group * plan.max_query_len, heads, dim // channels](
-        partials.output, partials.lse, recipe.output, recipe.value_mean, view.seq_lens, view.query_start, out, lse,
-        requests, plan.programs, view.sink, view.recent,
-        recipe.output.stride(0), recipe.output.stride(1), recipe.value_mean.stride(0),
-        out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-        heads, plan.group, plan.max_query_len, plan.columns, plan.column_blocks, D=dim,
-        TILE=plan.tile, TILE_COST=plan.tile_cost, BLOCK_COST=plan.block_cost, ITEM_COST=plan.item_cost,
-        MIN_CHUNK=plan.min_chunk, SPLITS=_ROW_SPLITS if dim <= 128 else 32, CHANNELS=channels, HAS_LSE=lse is not None,
-        PDL=use_dependent_launch(out.device), num_warps=8, **dependent_launch(out.device),
+    _merge_row(
+        (requests * plan.group * plan.max_query_len, heads, dim // channels),
+        *_shared(partials, view, recipe, out, lse), _ROW_SPLITS if dim <= 128 else 32, channels,
+        lse is not None, use_dependent_launch(out.device), num_warps=8, **dependent_launch(out.device),
     )  # fmt: skip

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.operands import query_operands
 from oscar_vllm.kernels.rows_triton import dot16, processor_count
 
@@ -50,6 +51,9 @@ def _transform_kernel(
         tl.store(to[:, None] + channel[None, :], result, mask=live[:, None])
 
 
+_transform = Launch(_transform_kernel)
+
+
 def transform_queries_triton(query: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
     """``out[t, h] = query[t, h] @ matrix[h // G]``.
 
@@ -76,7 +80,8 @@ def transform_queries_triton(query: torch.Tensor, matrix: torch.Tensor, out: tor
     else:
         rows, columns, block, warps = 64, min(dim, 128), dim if dim <= 128 else 64, 4
         programs = min(triton.cdiv(tokens * group, rows), max(1, 2 * processors * columns // (heads * dim)))
-    _transform_kernel[(heads * (dim // columns), programs)](
+    _transform(
+        (heads * (dim // columns), programs, 1),
         query, *operands, out, tokens, query.stride(0), query.stride(1), out.stride(0), out.stride(1), group,
-        D=dim, ROWS=rows, BLOCK=block, COLUMNS=columns, num_warps=warps,
+        dim, rows, block, columns, num_warps=warps,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
+from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.operands import write_operands
 from oscar_vllm.kernels.rows_triton import INLINE_PTX, dot16, processor_count, unshuffle
 from oscar_vllm.kernels.views import LayerRecipe
@@ -110,6 +111,9 @@ def _write_kernel(
     )  # fmt: skip
 
 
+_write = Launch(_write_kernel)
+
+
 def _tile(rows: int, heads: int, dim: int, processors: int) -> tuple[int, int, int]:
     """(rows of a tile, programs a head, warps) for so many rows of each of so many heads."""
     if rows * heads <= 16 * 4 * processors:
@@ -147,11 +151,12 @@ def write_triton(
     if history.stride(3) != 1 or history.stride(2) != layout.token_bytes:
         raise ValueError("a page of the history needs its bytes contiguous")
     rows, programs, warps = _tile(tokens, 2 * heads, dim, processor_count(key.device))
-    _write_kernel[(2 * heads, programs)](
+    _write(
+        (2 * heads, programs, 1),
         key, value, *write_operands(recipe, key.dtype), history, window, slots, window_slots, tokens,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         history.stride(0), history.stride(1), window.stride(0), window.stride(1), window.stride(2),
-        D=dim, PAGE=PAGE_TOKENS, WINDOW=WINDOW_TOKENS, CODES=layout.value_codes, META=layout.key_meta,
-        ROUNDS=recipe.rounds, ROWS=rows, BLOCK=dim if dim <= 128 else 64, ASM=INLINE_PTX,
+        dim, PAGE_TOKENS, WINDOW_TOKENS, layout.value_codes, layout.key_meta,
+        recipe.rounds, rows, INLINE_PTX, dim if dim <= 128 else 64,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
