@@ -98,7 +98,11 @@ def test_nothing_is_compiled_by_the_first_prefix_hit(tmp_path: Path, monkeypatch
 
     with engine(tmp_path, monkeypatch, **GRAPHS) as llm:
         compiled: list[str] = []
-        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *a, fn, **k: compiled.append(fn.name))
+
+        def note(*args: Any, fn: Any, **rest: Any) -> None:
+            compiled.append(f"{fn.module}.{fn.name}")
+
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
         ids = torch.randint(5, 500, (1800,), generator=torch.Generator().manual_seed(2)).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
         for tokens in (600, 620, 1800, 1799, 131, 260):
