@@ -234,6 +234,25 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
         "OSCAR does not split a request's cache over ranks: leave out --decode-context-parallel-size",
     ),
+    "kv connector": (
+        {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
+        "OSCAR's two caches are not carried by KV connectors, which would move pages without the windows beside them: "
+        "leave out --kv-transfer-config and KV offloading",
+    ),
+    "kv offloading": (
+        {"kv_offloading_size": 1.0},
+        "OSCAR's two caches are not carried by KV connectors, which would move pages without the windows beside them: "
+        "leave out --kv-transfer-config and KV offloading",
+    ),
+    "micro-batches": (
+        {"ubatch_size": 2},
+        "OSCAR does not run a batch as several micro-batches: leave out --enable-dbo and --ubatch-size",
+    ),
+    "speculative tokens": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}},
+        "OSCAR verifies up to 7 speculative tokens at a time and 8 are asked for: set num_speculative_tokens to 7 or "
+        "fewer",
+    ),
 }
 
 

@@ -113,7 +113,17 @@ def check_serving(vllm_config: Any) -> None:
             f"OSCAR verifies up to {MAX_QUERY_TOKENS - 1} speculative tokens at a time and {drafts} are asked for: set "
             f"num_speculative_tokens to {MAX_QUERY_TOKENS - 1} or fewer"
         )
+    # The offloading flag becomes a connector after this check.
+    if vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
+        raise UnsupportedByOscarError(
+            "OSCAR's two caches are not carried by KV connectors, which would move pages without the windows beside "
+            "them: leave out --kv-transfer-config and KV offloading"
+        )
     parallel = vllm_config.parallel_config
+    if parallel.use_ubatching:
+        raise UnsupportedByOscarError(
+            "OSCAR does not run a batch as several micro-batches: leave out --enable-dbo and --ubatch-size"
+        )
     for flag in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, flag, 1) > 1:
             raise UnsupportedByOscarError(
