@@ -5,6 +5,7 @@ kernel mentions: about 100 us for fifty arguments on a slow core, paid for every
 binary depends on is less: the values that it was specialized on, the types, and that all pointers are aligned.
 """
 
+import os
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 ALIGNMENT = 16
+REUSE = os.environ.get("OSCAR_REUSE_LAUNCHES", "1") != "0"
+"""0 sends every launch through Triton, for a release of it whose compiled kernels are called differently."""
 
 
 def _pick(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -47,14 +50,14 @@ class Launch:
 
     def __call__(self, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
         """Launch; ``options`` are Triton's (``num_warps`` and the like)."""
-        if not args[0].is_cuda:  # the interpreter
+        if not (REUSE and args[0].is_cuda):  # on the CPU: the interpreter
             self.kernel[grid](*args, **options)
             return
         if self._tensors is None:
             self._sort(args)
             assert self._tensors is not None
         address = 0
-        kinds = []
+        kinds: list[torch.dtype | None] = []
         for x in self._tensors(args):
             if x is None:
                 kinds.append(None)

@@ -185,7 +185,7 @@ def merge_triton(
         return
     # The fewer rows, the more splits each has: threads that are not needed for rows share the splits.
     per_processor = triton.cdiv(rows * heads, processors)
-    block = min(4 if per_processor <= 4 else 8 if per_processor <= 8 else 16, triton.next_power_of_2(rows))
+    block = min(4 if per_processor <= 2 else 8 if per_processor <= 4 else 16, triton.next_power_of_2(rows))
     channels = 64
     _merge(
         (triton.cdiv(rows, block), heads, dim // channels),
