@@ -151,7 +151,7 @@ def _eigen(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A head's matrix is small: on busy CPUs the threads of a decomposition wait for each other longer than they work."""
+    """A head's matrix is small: threads that share one wait for each other longer than they work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
