@@ -17,6 +17,16 @@ REUSE = os.environ.get("OSCAR_REUSE_LAUNCHES", "1") != "0"
 """0 sends every launch through Triton, for a release of it whose compiled kernels are called differently."""
 
 
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up; Triton's own takes microseconds on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
 def _pick(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """A function that takes these positions out of a tuple."""
     if len(positions) == 1:

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_vllm.kernels.launch import Launch
+from oscar_vllm.kernels.launch import Launch, cdiv, next_power_of_2
 from oscar_vllm.kernels.views import LayerRecipe
 
 TILE_HEADS = 16
@@ -78,9 +78,9 @@ def combine_triton(
     q = out if query is None else query
     means = (lse, lse) if recipe is None else (recipe.key_mean.contiguous(), recipe.value_mean.contiguous())
     group = 1 if recipe is None else heads // recipe.key_mean.shape[0]
-    tile = min(TILE_HEADS, triton.next_power_of_2(heads))
+    tile = min(TILE_HEADS, next_power_of_2(heads))
     _combine(
-        (tokens, triton.cdiv(heads, tile), 1),
+        (tokens, cdiv(heads, tile), 1),
         out, lse, part, part_lse, q, *means, scale,
         out.stride(0), out.stride(1), part.stride(0), part.stride(1), q.stride(0), q.stride(1),
         lse.stride(0), part_lse.stride(0),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
-from oscar_vllm.kernels.launch import Launch
+from oscar_vllm.kernels.launch import Launch, cdiv
 from oscar_vllm.kernels.views import CacheView
 
 TILE_ELEMENTS = 2048  # small programs: tables and rows are chains of loads, so many must be in flight
@@ -105,7 +105,7 @@ def gather_context_triton(
     if rows.shape[0] == 0 or max_len == 0:
         return
     _gather(
-        (triton.cdiv(max_len, tokens), 2 * heads, rows.shape[0]),
+        (cdiv(max_len, tokens), 2 * heads, rows.shape[0]),
         view.history, view.window, view.block_table, view.window_table, view.seq_lens, view.query_start,
         starts, cu_lens, rows, out_key, out_value,
         view.history.stride(0), view.history.stride(1),

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
 from oscar_vllm.kernels.decode.device import dependent_launch, use_dependent_launch
 from oscar_vllm.kernels.decode.partials import SplitPlan
-from oscar_vllm.kernels.launch import Launch
+from oscar_vllm.kernels.launch import Launch, cdiv
 from oscar_vllm.kernels.operands import query_operands, write_operands
 from oscar_vllm.kernels.rows_triton import INLINE_PTX, dot16
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
@@ -192,7 +192,7 @@ def prepare(
     codes = torch.empty(lanes, 4, 2 * n, dim // 4, dtype=torch.int8, device=device)
     halves = torch.empty(lanes, 2, n, dim, dtype=view.window.dtype, device=device)
     factors = torch.empty(lanes, 3, n, dtype=torch.float32, device=device)
-    query_programs = triton.cdiv(requests * plan.columns * plan.column_blocks, 16) * heads
+    query_programs = cdiv(requests * plan.columns * plan.column_blocks, 16) * heads
     matrix, inverse = (None, None) if transform is None else query_operands(transform, query.dtype)
     tokens = 0 if new is None else new.key.shape[0]
     written: tuple[torch.Tensor | None, ...] = (None,) * 9
@@ -203,7 +203,7 @@ def prepare(
         token_strides = (new.key.stride(0), new.key.stride(1), new.value.stride(0), new.value.stride(1))
     layout = PageLayout(dim)
     _prepare(
-        (query_programs + triton.cdiv(tokens, _WRITE_ROWS) * 2 * heads, 1, 1),
+        (query_programs + cdiv(tokens, _WRITE_ROWS) * 2 * heads, 1, 1),
         query, matrix, inverse, codes, halves, factors, view.seq_lens, view.query_start, requests, scale,
         query.stride(0), query.stride(1), query_programs, heads, plan.group, plan.columns, plan.column_blocks,
         *written, tokens, *token_strides,

@@ -23,7 +23,7 @@ from oscar_vllm.kernels.decode.plan import (
 )
 from oscar_vllm.kernels.decode.prepare import NewTokens, prepare
 from oscar_vllm.kernels.decode.window import window_item
-from oscar_vllm.kernels.launch import Launch
+from oscar_vllm.kernels.launch import Launch, cdiv, next_power_of_2
 from oscar_vllm.kernels.merge.triton import merge_triton
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
@@ -188,8 +188,8 @@ def _shape(head_size: int, columns: int) -> _Shape:
 @cache
 def _plan(heads: int, group: int, dim: int, bucket: int, programs: int | None, device: torch.device) -> SplitPlan:
     total = group * bucket
-    blocks = triton.cdiv(total, 16)
-    columns = triton.cdiv(total, blocks)
+    blocks = cdiv(total, 16)
+    columns = cdiv(total, blocks)
     shape = _shape(dim, columns)
     tile = shape.rows * shape.ratio
     tile_cost = tile * PageLayout(dim).token_bytes // COST_BYTES
@@ -211,7 +211,7 @@ def _plan(heads: int, group: int, dim: int, bucket: int, programs: int | None, d
 def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, programs: int | None = None) -> SplitPlan:
     """Plan for a batch's shapes; ``programs`` defaults to one wave of the device."""
     heads = view.history.shape[1]
-    bucket = triton.next_power_of_2(max_query_len)
+    bucket = next_power_of_2(max_query_len)
     return _plan(heads, query.shape[1] // heads, query.shape[2], bucket, programs, query.device)
 
 

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 from oscar_vllm.kernels.decode.device import dependent_launch, use_dependent_launch
 from oscar_vllm.kernels.decode.partials import Partials
 from oscar_vllm.kernels.decode.plan import REQUESTS, partial_slots, request_starts
-from oscar_vllm.kernels.launch import Launch
+from oscar_vllm.kernels.launch import Launch, cdiv, next_power_of_2
 from oscar_vllm.kernels.merge.row import merge_row_kernel
 from oscar_vllm.kernels.rows_triton import processor_count
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
@@ -184,11 +184,11 @@ def merge_triton(
         _merge_rows(partials, view, recipe, out, lse)
         return
     # The fewer rows, the more splits each has: threads that are not needed for rows share the splits.
-    per_processor = triton.cdiv(rows * heads, processors)
-    block = min(4 if per_processor <= 2 else 8 if per_processor <= 4 else 16, triton.next_power_of_2(rows))
+    per_processor = cdiv(rows * heads, processors)
+    block = min(4 if per_processor <= 2 else 8 if per_processor <= 4 else 16, next_power_of_2(rows))
     channels = 64
     _merge(
-        (triton.cdiv(rows, block), heads, dim // channels),
+        (cdiv(rows, block), heads, dim // channels),
         *_shared(partials, view, recipe, out, lse), block, 16 // block, 64, 6 if dim <= 128 else 4, channels,
         lse is not None, requests > REQUESTS.value, use_dependent_launch(out.device),
         num_warps=8, **dependent_launch(out.device),

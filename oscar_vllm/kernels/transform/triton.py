@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oscar_vllm.kernels.launch import Launch
+from oscar_vllm.kernels.launch import Launch, cdiv
 from oscar_vllm.kernels.operands import query_operands
 from oscar_vllm.kernels.rows_triton import dot16, processor_count
 
@@ -76,10 +76,10 @@ def transform_queries_triton(query: torch.Tensor, matrix: torch.Tensor, out: tor
     small = tokens * group * heads <= 16 * 8 * processors
     if small:  # latency counts: spread one head's channels over programs
         rows, columns, block, warps = 16, 32, dim, 4
-        programs = triton.cdiv(tokens * group, rows)
+        programs = cdiv(tokens * group, rows)
     else:
         rows, columns, block, warps = 64, min(dim, 128), dim if dim <= 128 else 64, 4
-        programs = min(triton.cdiv(tokens * group, rows), max(1, 2 * processors * columns // (heads * dim)))
+        programs = min(cdiv(tokens * group, rows), max(1, 2 * processors * columns // (heads * dim)))
     _transform(
         (heads * (dim // columns), programs, 1),
         query, *operands, out, tokens, query.stride(0), query.stride(1), out.stride(0), out.stride(1), group,

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
-from oscar_vllm.kernels.launch import Launch
+from oscar_vllm.kernels.launch import Launch, cdiv
 from oscar_vllm.kernels.operands import write_operands
 from oscar_vllm.kernels.rows_triton import INLINE_PTX, dot16, processor_count, unshuffle
 from oscar_vllm.kernels.views import LayerRecipe
@@ -117,9 +117,9 @@ _write = Launch(_write_kernel)
 def _tile(rows: int, heads: int, dim: int, processors: int) -> tuple[int, int, int]:
     """(rows of a tile, programs a head, warps) for so many rows of each of so many heads."""
     if rows * heads <= 16 * 4 * processors:
-        return 16, triton.cdiv(rows, 16), 8
+        return 16, cdiv(rows, 16), 8
     # Two programs of 64 rows fit a multiprocessor beside their matrices.
-    return 64, min(triton.cdiv(rows, 64), max(1, 2 * processors // heads)), 4 if dim <= 128 else 8
+    return 64, min(cdiv(rows, 64), max(1, 2 * processors // heads)), 4 if dim <= 128 else 8
 
 
 def write_triton(
