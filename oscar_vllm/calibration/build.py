@@ -10,6 +10,7 @@ from oscar_vllm.calibration.diagnostics import Side, diagnose
 from oscar_vllm.calibration.layer import LayerCalibration
 from oscar_vllm.calibration.search import KEY_OVERSHOOT, ROUNDS, Choice, Transform, search
 from oscar_vllm.calibration.statistics import LayerStatistics
+from oscar_vllm.calibration.threads import one_thread
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import KEY_CLIP, VALUE_CLIP, OscarRecipe, RecipeMetadata
 from oscar_vllm.recipe_format import RecipeError
@@ -45,7 +46,8 @@ def build_recipe(
     keys: list[Side] = []
     values: list[Side] = []
     for layer in layers:
-        key, value = _build_layer(layer, method, center, torch.device(device), searched)
+        with one_thread():
+            key, value = _build_layer(layer, method, center, torch.device(device), searched)
         keys.append(key)
         values.append(value)
         if progress is not None:

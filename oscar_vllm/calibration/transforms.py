@@ -4,9 +4,6 @@ Sources: OSCAR (arXiv 2605.17757) for ``rotation``; the geometric mean of positi
 Definite Matrices* (2007), chapter 4, for ``geometric_mean_transform``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 
@@ -141,23 +138,11 @@ def _eigen(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvectors (columns) and eigenvalues by falling eigenvalue, in float64."""
     _check_finite(matrix)
     matrix = matrix.double()
-    with _one_thread():
-        values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+    values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
     values, vectors = values.flip(-1), vectors.flip(-1)
     # The sign of an eigenvector is an accident of the library: fix it, so that a recipe can be made again.
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     return vectors * torch.where(largest < 0, -1.0, 1.0), values
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A head's matrix is small: threads that share one wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _trace(matrix: torch.Tensor) -> torch.Tensor:
