@@ -6,21 +6,21 @@ from caches import random_case
 
 from oscar_vllm.kernels.views import CacheView
 
-BYTES = 9 * 2**30
+HISTORY_BYTES, WINDOW_BYTES = 9 * 2**30, 5 * 2**30
 
 
 def far(view: CacheView) -> CacheView:
-    """The same tokens in the last blocks of caches of nine gigabytes each."""
+    """The same tokens in the last blocks of large caches."""
 
-    def move(cache: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = BYTES // (cache[0].numel() * cache.element_size())
+    def move(cache: torch.Tensor, table: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = size // (cache[0].numel() * cache.element_size())
         large = torch.empty(blocks, *cache.shape[1:], dtype=cache.dtype, device=cache.device)
         large[-len(cache) + 1 :] = cache[1:]  # block 0 stays the null block
         shift = blocks - len(cache)
         return large, torch.where(table > 0, table + shift, table).int()
 
-    history, block_table = move(view.history, view.block_table)
-    window, window_table = move(view.window, view.window_table)
+    history, block_table = move(view.history, view.block_table, HISTORY_BYTES)
+    window, window_table = move(view.window, view.window_table, WINDOW_BYTES)
     return view._replace(history=history, window=window, block_table=block_table, window_table=window_table)
 
 
