@@ -19,7 +19,7 @@ from oscar_vllm.backend.window_layer import LAYOUTS, SUFFIX, OscarWindowLayer
 from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.cache.spec import history_spec
 from oscar_vllm.config import OscarConfig
-from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS, attend
+from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS, attend, decode_step
 from oscar_vllm.kernels.decode.reference import plan_decode
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 from oscar_vllm.kernels.write import write
@@ -28,7 +28,8 @@ from oscar_vllm.kernels.write import write
 class OscarBackend(AttentionBackend):
     """2-bit paged KV cache with unquantized sink and recent windows."""
 
-    forward_includes_kv_cache_update: bool = False
+    # So that decodes write their tokens in the launch that transforms their queries.
+    forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
 
@@ -145,25 +146,6 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             recent=self.config.recent,
         )
 
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Write this step's tokens (key, value [T, H, D], T possibly padded) into both caches."""
-        if kv_cache.numel() == 0:
-            return
-        assert self.recipe is not None
-        window_slots = get_forward_context().slot_mapping[self.window_name]
-        tokens = min(slot_mapping.shape[0], key.shape[0])
-        write(
-            key[:tokens],
-            value[:tokens],
-            kv_cache.view(torch.uint8),
-            self.layers[self.window_name].kv_cache,
-            slot_mapping[:tokens],
-            window_slots[:tokens],
-            self.recipe,
-        )
-
     def forward(
         self,
         layer: Any,
@@ -177,26 +159,20 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of this step's queries [T, Hq, D] into output [T, Hq, D]."""
-        if attn_metadata is None:  # profiling
+        if attn_metadata is None or kv_cache.numel() == 0:  # profiling
             if query.is_cuda:
                 self._borrow_workspace(query.dtype)
             return output.fill_(0)
         assert self.recipe is not None
         metadata = attn_metadata
-        decodes, decode_tokens = metadata.num_decodes, metadata.num_decode_tokens
-        if decodes:
-            view = self._view(kv_cache, metadata, 0, decodes)
-            if metadata.plan is None and not query.is_cuda:
-                metadata.plan = plan_decode(view, metadata.max_decode_query_len, decode_tokens)
-            attend(
-                query[:decode_tokens],
-                view,
-                self.recipe,
-                self.scale,
-                max_query_len=metadata.max_decode_query_len,
-                out=output[:decode_tokens],
-                plan=metadata.plan,
-            )
+        tokens = min(metadata.slot_mapping.shape[0], key.shape[0])
+        new = (key[:tokens], value[:tokens])
+        slots = (metadata.slot_mapping[:tokens], self._window_metadata().slot_mapping[:tokens])
+        if metadata.num_prefills:
+            window = self.layers[self.window_name].kv_cache
+            write(*new, kv_cache.view(torch.uint8), window, *slots, self.recipe)
+        if metadata.num_decodes:
+            self._decode(query, new, slots, kv_cache, metadata, output)
         if metadata.extends is not None:
             self._extend(query, kv_cache, metadata.extends, output)
         if metadata.prefill is not None:
@@ -207,6 +183,31 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             tokens = int(metadata.query_start_cpu[-1])
             self.observer.update(query[:tokens], key[:tokens], value[:tokens], output[:tokens])
         return output
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        slots: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        metadata: OscarMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """The decodes that lead the batch; where they are all of it, their tokens are not in the caches yet."""
+        assert self.recipe is not None
+        tokens = metadata.num_decode_tokens
+        view = self._view(kv_cache, metadata, 0, metadata.num_decodes)
+        if metadata.plan is None and not query.is_cuda:
+            metadata.plan = plan_decode(view, metadata.max_decode_query_len, tokens)
+        options: dict[str, Any] = {
+            "max_query_len": metadata.max_decode_query_len,
+            "out": output[:tokens],
+            "plan": metadata.plan,
+        }
+        if metadata.num_prefills:
+            attend(query[:tokens], view, self.recipe, self.scale, **options)
+        else:
+            decode_step(query[:tokens], *new, view, *slots, self.recipe, self.scale, **options)
 
     def _extend(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: ExtendPlan, output: torch.Tensor) -> None:
         """Short prefills behind a context, as decodes of a few tokens each."""

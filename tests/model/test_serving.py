@@ -93,13 +93,16 @@ def poison_sinks(llm: Any, block: int) -> None:
 def test_prefix_hit_reads_its_sinks_in_bf16(oscar: Start, held_out: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """600 shared tokens hit 512; results differ from cold ones no more than cold ones among each other."""
     first_slots: list[int] = []
-    update = OscarImpl.do_kv_cache_update
+    forward = OscarImpl.forward
 
-    def spy(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: torch.Tensor) -> None:
-        first_slots.append(int(slot_mapping[0]))
-        update(self, layer, key, value, kv_cache, slot_mapping)
+    def spy(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, *rest: Any, **more: Any
+    ) -> Any:
+        if metadata is not None:
+            first_slots.append(int(metadata.slot_mapping[0]))
+        return forward(self, layer, query, key, value, kv_cache, metadata, *rest, **more)
 
-    monkeypatch.setattr(OscarImpl, "do_kv_cache_update", spy)
+    monkeypatch.setattr(OscarImpl, "forward", spy)
     sampling = greedy(8, logprobs=20)
     hits, colds = [], []
     with oscar(max_num_batched_tokens=256, max_num_seqs=4) as llm:
