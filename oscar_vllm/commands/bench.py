@@ -52,6 +52,10 @@ def serve(
     backends: Annotated[str, typer.Option(help="Backends, comma-separated.")] = "oscar,bf16,fp8,turboquant",
     rows: Annotated[str | None, typer.Option(help="Rows REQUESTSxTOKENS, comma-separated.")] = None,
     prefill: Annotated[str | None, typer.Option(help="Prompt lengths to prefill, comma-separated.")] = None,
+    job: Annotated[
+        tuple[int, int, int] | None,
+        typer.Option(help="Throughput job: requests, cached context and new tokens of each."),
+    ] = None,
     recipe: Annotated[Path | None, typer.Option(help="Recipe; left out: the one calibrated for the model.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request generates.")] = 128,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill chunk.")] = 16384,
@@ -83,6 +87,7 @@ def serve(
         backends=names,
         rows=list(ROWS) if rows is None else _points(rows),
         prefill=lengths,
+        job=job,
         recipe=None if recipe is None else str(recipe),
         new_tokens=new_tokens,
         chunk=chunk,
