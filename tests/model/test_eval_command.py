@@ -20,13 +20,13 @@ def run(*arguments: str) -> Any:
 def test_table_figures_and_picture(model: str, recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figures_file, plots = tmp_path / "out" / "figures.json", tmp_path / "plots"
-    options = ["--tokens", "150", "--length", "500", "--methods", "quarot,ours", "--recipe", str(recipe)]
+    options = ["--tokens", "90", "--length", "420", "--methods", "quarot,ours", "--recipe", str(recipe)]
     result = run(model, *options, "--json", str(figures_file), "--plots", str(plots))
     assert result.exit_code == 0, result.output
     figures = json.loads(figures_file.read_text())
     rows = figures["distribution"]["rows"]
     assert list(rows) == ["quarot", "ours"]
-    assert rows["ours"]["positions"] == 179
+    assert rows["ours"]["positions"] == 99
     assert 0 < rows["ours"]["kl"] < rows["quarot"]["kl"]
     assert rows["ours"]["reference_nll"] == rows["quarot"]["reference_nll"]
     assert figures["recipes"]["ours"]["tokens"] == 8192
