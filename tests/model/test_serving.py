@@ -91,7 +91,10 @@ def poison_sinks(llm: Any, block: int) -> None:
 
 
 def test_prefix_hit_reads_its_sinks_in_bf16(oscar: Start, held_out: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 shared tokens hit 512; results differ from cold ones no more than cold ones among each other."""
+    """600 shared tokens hit 512, and the sinks among them are read in BF16 (their INT2 rows are poisoned).
+
+    The recent tokens of a hit have no BF16 copies, so it is to a cold run what a cache without a recent window is.
+    """
     first_slots: list[int] = []
     forward = OscarImpl.forward
 
@@ -104,27 +107,26 @@ def test_prefix_hit_reads_its_sinks_in_bf16(oscar: Start, held_out: list[int], m
 
     monkeypatch.setattr(OscarImpl, "forward", spy)
     sampling = greedy(8, logprobs=20)
-    hits, colds = [], []
-    with oscar(max_num_batched_tokens=256, max_num_seqs=4) as llm:
-        for start in range(0, 20_000, 5_000):
-            prefix = held_out[start : start + 600]
-            prompt = prefix + held_out[start + 3_000 : start + 3_040]
-            other = held_out[start + 1_000 : start + 1_640]
+    starts = range(0, 20_000, 5_000)
+    prefixes = [held_out[start : start + 600] for start in starts]
+    prompts = [prefix + held_out[start + 3_000 : start + 3_040] for prefix, start in zip(prefixes, starts, strict=True)]
+    options = {"dtype": "float16", "max_num_batched_tokens": 256}
+    with oscar({"recent": 0}, **options) as llm:
+        bare = [llm.generate(tokens(prompt), sampling, use_tqdm=False)[0] for prompt in prompts]
+    hits, without_recent = [], []
+    with oscar(**options) as llm:
+        for prefix, prompt, other in zip(prefixes, prompts, bare, strict=True):
             cold = llm.generate(tokens(prompt), sampling, use_tqdm=False)[0]
+            without_recent.append(distance(cold, other))
             llm.reset_prefix_cache()
-            for batch in ([other[:333], prompt, other], [other[:100], prompt]):
-                again = llm.generate(tokens(*batch), sampling, use_tqdm=False)[1]
-                colds.append(distance(cold, again))
-                llm.reset_prefix_cache()
             first_slots.clear()
-            llm.generate(tokens(prefix + other[:20]), sampling, use_tqdm=False)
+            llm.generate(tokens(prefix + held_out[1_000:1_020]), sampling, use_tqdm=False)
             poison_sinks(llm, first_slots[0] // PAGE_TOKENS)
             hit = llm.generate(tokens(prompt), sampling, use_tqdm=False)[0]
             assert hit.num_cached_tokens == 512
             hits.append(distance(cold, hit))
             llm.reset_prefix_cache()
-    assert max(hits) <= max(colds)
-    assert sum(hits) / len(hits) <= 1.25 * sum(colds) / len(colds)
+    assert sum(hits) <= 2 * sum(without_recent), (hits, without_recent)
 
 
 def test_poisoned_sinks_would_show(oscar: Start, held_out: list[int]) -> None:
