@@ -6,6 +6,7 @@ for FP16. That is two products instead of the three that splitting both sides ta
 tensor cores untouched. FP16 matrices are scaled by a power of two into that type's range.
 """
 
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
@@ -83,6 +84,10 @@ def _versions(sources: tuple[torch.Tensor, ...]) -> list[int]:
     return [-1 if x.is_inference() else x._version for x in sources]
 
 
+def _forget(kept: dict[Any, Any], key: Any, _: Any) -> None:
+    kept.pop(key, None)
+
+
 def _keep(name: str, sources: tuple[torch.Tensor, ...], dtype: torch.dtype, make: Any) -> Any:
     """``make()``, or what it made for the same unchanged sources before; forgotten when the first source dies."""
     key = (id(sources[0]), name, dtype)
@@ -94,7 +99,9 @@ def _keep(name: str, sources: tuple[torch.Tensor, ...], dtype: torch.dtype, make
     made = make()
     # What is made inside a capture belongs to the graph's memory and holds values only while it replays.
     if not (sources[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-        first = ref(sources[0], lambda _: _kept.pop(key, None))
+        # Bound here: the module's names are gone when the last sources die with the interpreter.
+        forget = partial(_forget, _kept, key)
+        first = ref(sources[0], forget)
         _kept[key] = (first, sources[1:], _versions(sources), made)
     return made
 
