@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from oscar_vllm.backend.context_plan import PrefillPlan
 from oscar_vllm.backend.extend_plan import ExtendPlan
 from oscar_vllm.backend.metadata import OscarMetadata, OscarMetadataBuilder
+from oscar_vllm.backend.oracle import Oracle, oracle_for
 from oscar_vllm.backend.prefill import prefill_cpu
 from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.backend.window_layer import LAYOUTS, SUFFIX, OscarWindowLayer
@@ -107,6 +108,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.layers = self.vllm_config.compilation_config.static_forward_context
         self.window_name = ""
         self.recipe: LayerRecipe | None = None
+        self.oracle: Oracle | None = None
         self.observer: Any = None
         """Calibration statistics to feed with this layer's queries, keys, values and outputs."""
 
@@ -114,6 +116,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """Find this layer's place, load its share of the recipe and set its window layer beside it."""
         name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
         self.window_name = name + SUFFIX
+        self.oracle = oracle_for(name)
         if self.window_name not in self.layers:  # called again on a weight reload
             self.layers[self.window_name] = OscarWindowLayer(self.layers[name], self.config, act_dtype)
         recipe = load_recipe(self.vllm_config)
@@ -179,6 +182,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self._prefill_cuda(query, key, value, kv_cache, metadata, metadata.prefill, output)
         elif metadata.num_prefills and not query.is_cuda:
             self._prefill_cpu(query, key, value, kv_cache, metadata, output)
+        if self.oracle is not None:
+            everyone = self._view(kv_cache, metadata, 0, metadata.num_decodes + metadata.num_prefills)
+            self.oracle.check(query, key, value, everyone, self.recipe, self.scale, metadata.num_decodes, output)
         if self.observer is not None:
             tokens = int(metadata.query_start_cpu[-1])
             self.observer.update(query[:tokens], key[:tokens], value[:tokens], output[:tokens])
