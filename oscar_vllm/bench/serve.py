@@ -1,8 +1,8 @@
 """Serving side by side: each backend in a process of its own, on the same prompts and the same memory."""
 
 import argparse
+import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +22,7 @@ from oscar_vllm.recipe import OscarRecipe
 
 ROWS = ((1, 1024), (1, 4096), (1, 32768), (1, 100000), (8, 32768), (64, 8192))
 PREFILL = (100000,)
+WORKER = "oscar_vllm.bench.serve_worker"
 Figures = list[dict[str, Any]]
 
 
@@ -36,17 +37,36 @@ def timing_recipe(model: str, path: Path) -> str:
     return str(path)
 
 
-def run_backend(spec: ServeSpec, folder: Path) -> Figures:
-    """Run one worker to its end; what it measured, and an ``error`` entry where it failed."""
-    (folder / "spec.json").write_text(spec.model_dump_json())
-    out = folder / f"{spec.backend}.jsonl"
-    out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "oscar_vllm.bench.serve_worker", str(folder / "spec.json"), str(out)]
-    code = subprocess.run(command, stdout=subprocess.DEVNULL, env=os.environ.copy(), check=False).returncode
-    figures: Figures = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    if code:
-        figures.append({"backend": spec.backend, "kind": "error", "status": code})
-    return figures
+class Worker:
+    """One backend's process. It starts importing at once and touches the GPU only when :meth:`figures` is called."""
+
+    def __init__(self, spec: ServeSpec, folder: Path) -> None:
+        self.backend = spec.backend
+        self.out = folder / f"{spec.backend}.jsonl"
+        job = folder / f"{spec.backend}.json"
+        job.write_text(spec.model_dump_json())
+        command = [sys.executable, "-m", WORKER, str(job), str(self.out)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+    def start(self) -> None:
+        """Let it have the GPU."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it failed already, which its status tells
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+
+    def figures(self) -> Figures:
+        """What it measured once it has ended, and an ``error`` entry where it failed."""
+        code = self.process.wait()
+        found: Figures = [json.loads(line) for line in self.out.read_text().splitlines()] if self.out.exists() else []
+        if code:
+            found.append({"backend": self.backend, "kind": "error", "status": code})
+        return found
+
+    def stop(self) -> None:
+        """End it if it still runs."""
+        self.process.kill()
+        self.process.wait()
 
 
 def latency_line(figures: Figures, backend: str) -> tuple[float, float] | None:
@@ -76,8 +96,10 @@ def _cells(figures: Figures) -> dict[str, dict[str, str]]:
             put(f"{f['requests']} x {f['tokens']:,}, ms a token", backend, f"{f['ms_per_token']:.2f}")
             put(f"{f['requests']} x {f['tokens']:,}, tokens a second", backend, f"{f['tokens_per_s']:,.0f}")
         elif f["kind"] == "job":
-            put(f"job {f['requests']} x {f['tokens']:,} + {f['new_tokens']}, tokens a second", backend,
-                f"{f['tokens_per_s']:,.0f}")  # fmt: skip
+            name = f"job {f['requests']} x {f['tokens']:,} + {f['new_tokens']}, tokens a second"
+            put(name, backend, f"{f['tokens_per_s']:,.0f}")
+            put(f"{name}, if nothing were computed again", backend, f"{f['tokens_per_s_kept']:,.0f}")
+            put(f"{name}: requests at once", backend, str(f["at_once"]))
         elif f["kind"] == "error":
             put("failed with status", backend, str(f["status"]))
     for backend in {f["backend"] for f in figures}:
@@ -147,9 +169,8 @@ def run(
             model = write_shape(dummy, folder)
             recipe = recipe or timing_recipe(model, folder / "timing.safetensors")
         assert model is not None
-        for backend in backends:
-            console.print(f"serving {dummy or model} with {backend}")
-            spec = ServeSpec(
+        specs = [
+            ServeSpec(
                 backend=backend,
                 model=model,
                 dummy=bool(dummy),
@@ -161,9 +182,22 @@ def run(
                 chunk=chunk,
                 engine=engine or {},
             )
-            figures += run_backend(spec, folder)
-            if json_path:
-                json_path.write_text(json.dumps(figures, indent=1))
+            for backend in backends
+        ]
+        workers: list[Worker] = []
+        try:
+            for i, backend in enumerate(backends):
+                workers += [
+                    Worker(spec, folder) for spec in specs[len(workers) : i + 2]
+                ]  # the next one imports meanwhile
+                console.print(f"serving {dummy or model} with {backend}")
+                workers[i].start()
+                figures += workers[i].figures()
+                if json_path:
+                    json_path.write_text(json.dumps(figures, indent=1))
+        finally:
+            for worker in workers:
+                worker.stop()
     title = f"{dummy or model}{', random weights' if dummy else ''}"
     console.print(serve_table(figures, title))
     if plot_path:

@@ -1,7 +1,7 @@
 """One backend of the serving bench, in a process of its own: an engine, the rows, the figures as JSON lines.
 
-Every row is timed on prompts that the prefix cache holds, so that decoding alone is measured: the time of
-``new_tokens`` more tokens, after the same number of warm-up tokens.
+Every row is timed on prompts that the prefix cache holds. With random weights they get there without being computed
+(:mod:`oscar_vllm.bench.fill`); a real model computes them.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "stock": {},
 }
 """Engine arguments of what is compared; "stock" is whatever vLLM picks."""
+REPEATS = 3
+
+Prompts = list[dict[str, list[int]]]
 
 
 class ServeSpec(BaseModel):
@@ -59,42 +63,73 @@ class Bench:
             arguments["additional_config"] = {"oscar": {"recipe": spec.recipe}}
         if spec.dummy:
             arguments |= {"load_format": "dummy", "skip_tokenizer_init": True}
-        arguments |= {"max_num_batched_tokens": spec.chunk, "enable_prefix_caching": True, "disable_log_stats": True}
+        arguments |= {
+            "max_num_batched_tokens": spec.chunk,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,  # the times of first and last tokens
+            "worker_extension_cls": "oscar_vllm.bench.fill.CacheFill",
+        }
         start = time.perf_counter()
         self.llm = LLM(model=spec.model, **(arguments | spec.engine))
         self.start_seconds = time.perf_counter() - start
         self.generator = torch.Generator().manual_seed(0)
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
+        self.config = self.llm.llm_engine.vllm_config
+        if spec.dummy:
+            self.llm.collective_rpc("oscar_bench_randomize_caches")
 
-    def prompts(self, requests: int, tokens: int) -> list[dict[str, list[int]]]:
+    def prompts(self, requests: int, tokens: int) -> Prompts:
         """Distinct prompts of random token ids."""
         import torch
 
         ids = torch.randint(10, self.vocabulary - 10, (requests, tokens), generator=self.generator)
         return [{"prompt_token_ids": row} for row in ids.tolist()]
 
-    def seconds(self, prompts: list[dict[str, list[int]]], new_tokens: int) -> float:
-        """Wall time of generating ``new_tokens`` for every prompt."""
-        params = self.params(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    def generate(self, prompts: Prompts, new_tokens: list[int]) -> tuple[list[Any], float]:
+        """Outputs and wall time of generating that many tokens for each prompt."""
+        params = [self.params(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for n in new_tokens]
         start = time.perf_counter()
-        outputs: Any = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs: list[Any] = self.llm.generate(prompts, params, use_tqdm=False)
         elapsed = time.perf_counter() - start
-        lengths = {len(output.outputs[0].token_ids) for output in outputs}
-        if lengths != {new_tokens}:
-            raise RuntimeError(f"asked for {new_tokens} tokens a request and got {sorted(lengths)}")
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        if lengths != new_tokens:
+            raise RuntimeError(f"asked for {new_tokens} tokens a request and got {lengths}")
+        return outputs, elapsed
+
+    def seconds(self, prompts: Prompts, new_tokens: int) -> float:
+        """Wall time of generating ``new_tokens`` for every prompt."""
+        return self.generate(prompts, [new_tokens] * len(prompts))[1]
+
+    def fill(self, prompts: Prompts) -> float:
+        """Wall time of putting prompts into the prefix cache."""
+        if self.spec.dummy:
+            self.llm.collective_rpc("oscar_bench_skip_model", args=(True,))
+        elapsed = self.seconds(prompts, 1)
+        if self.spec.dummy:
+            self.llm.collective_rpc("oscar_bench_skip_model", args=(False,))
         return elapsed
+
+    def requests_that_fit(self, tokens: int) -> int:
+        """Requests of ``tokens`` tokens that the cache holds at once."""
+        cache = self.config.cache_config
+        if self.spec.backend != "oscar":
+            return int((cache.num_gpu_blocks - 1) // ceil(tokens / cache.block_size))
+        from oscar_vllm.cache.capacity import request_blocks
+        from oscar_vllm.config import OscarConfig
+
+        oscar = OscarConfig.from_additional_config(self.config.additional_config)
+        return int((cache.num_gpu_blocks - 1) // request_blocks(tokens, oscar.sink, oscar.recent))
 
     def capacity(self) -> dict[str, Any]:
         """KV tokens of the cache, as vLLM counts them for requests of the model's full length."""
-        config = self.llm.llm_engine.vllm_config
-        length = config.model_config.max_model_len
-        blocks = config.cache_config.num_gpu_blocks
-        tokens = blocks * config.cache_config.block_size
+        length = self.config.model_config.max_model_len
+        blocks = self.config.cache_config.num_gpu_blocks
+        tokens = blocks * self.config.cache_config.block_size
         if self.spec.backend == "oscar":
             from oscar_vllm.cache.capacity import tokens_that_fit
             from oscar_vllm.config import OscarConfig
 
-            oscar = OscarConfig.from_additional_config(config.additional_config)
+            oscar = OscarConfig.from_additional_config(self.config.additional_config)
             tokens = tokens_that_fit(blocks, length, oscar.sink, oscar.recent)
         return {"kind": "capacity", "kv_tokens": tokens, "blocks": blocks, "start_s": self.start_seconds}
 
@@ -107,13 +142,21 @@ class Bench:
         return {"kind": "prefill", "tokens": tokens, "prefill_s": cold, "hit_ttft_ms": 1e3 * statistics.median(hits)}
 
     def decode(self, requests: int, tokens: int) -> dict[str, Any]:
-        """Milliseconds a decode step of ``requests`` cached prompts of ``tokens`` tokens."""
+        """Milliseconds a decode step of ``requests`` cached prompts of ``tokens`` tokens.
+
+        From the engine's own times of first and last tokens. Several requests wait behind the prefill of a full chunk,
+        so that all of them are there when the first of them is decoded.
+        """
         prompts = self.prompts(requests, tokens)
-        self.seconds(prompts, 1)
-        new, times = self.spec.new_tokens, []
-        for _ in range(3):
-            short = self.seconds(prompts, 4)
-            times.append((self.seconds(prompts, 4 + new) - short) / new)
+        self.fill(prompts)
+        new = 1 + self.spec.new_tokens
+        times = []
+        for _ in range(REPEATS):
+            ahead = self.prompts(1, min(self.spec.chunk, self.config.model_config.max_model_len - 1))
+            ahead = ahead if requests > 1 else []
+            outputs, _ = self.generate([*ahead, *prompts], [1] * len(ahead) + [new] * requests)
+            last = max((output.metrics for output in outputs[len(ahead) :]), key=lambda m: m.first_token_ts)
+            times.append((last.last_token_ts - last.first_token_ts) / (new - 1))
         step = statistics.median(times)
         return {
             "kind": "decode",
@@ -125,18 +168,32 @@ class Bench:
         }
 
     def job(self, requests: int, tokens: int, new_tokens: int) -> dict[str, Any]:
-        """Tokens a second of a job whose contexts were all sent before; what the cache kept of them is not computed."""
-        prompts = self.prompts(requests, tokens)
-        fill = self.seconds(prompts, 1)
-        elapsed = self.seconds(prompts, new_tokens)
+        """Tokens a second of a job of requests whose contexts were all sent before.
+
+        Where the cache holds them all, the job is run. Where it does not, one wave of as many as fit is run on cached
+        contexts and stands for all, and each context that does not fit is added with the time that one takes to compute.
+        That is the best a cache can do: one that drops its least recent contexts computes all of them again.
+        ``tokens_per_s_kept`` leaves the computing out altogether.
+        """
+        kept = min(requests, self.requests_that_fit(tokens + new_tokens))
+        wave = min(kept, self.config.scheduler_config.max_num_seqs)
+        prompts = self.prompts(wave, tokens)
+        again = 0.0
+        if kept < requests:
+            again = self.seconds(self.prompts(1, tokens), 1) * (requests - kept)
+        fill = self.fill(prompts)
+        decoding = self.seconds(prompts, new_tokens) * requests / wave
         return {
             "kind": "job",
             "requests": requests,
             "tokens": tokens,
             "new_tokens": new_tokens,
+            "at_once": wave,
             "fill_s": fill,
-            "job_s": elapsed,
-            "tokens_per_s": requests * new_tokens / elapsed,
+            "decode_s": decoding,
+            "again_s": again,
+            "tokens_per_s": requests * new_tokens / (decoding + again),
+            "tokens_per_s_kept": requests * new_tokens / decoding,
         }
 
 
@@ -147,6 +204,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     spec = ServeSpec.model_validate_json(arguments.spec.read_text())
+    import vllm  # noqa: F401
+
+    sys.stdin.readline()  # the GPU is another worker's until then
 
     with arguments.out.open("a") as out:
 
