@@ -1,10 +1,11 @@
 """One decode step of a layer, cache write included, as each attention implementation serves it.
 
-Every contender takes a :class:`Shape` and returns the calls to time, one for each copy of its buffers; the buffers hold
-random values. ``None`` means that it cannot run here, with the reason.
+Every contender takes a :class:`Shape` and returns the calls to time, one for each copy of its buffers, which hold
+random values; :class:`UnavailableError` says why one cannot run here.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +103,10 @@ def oscar(shape: Shape, rounds: int = 4) -> Calls:
     """Write of the new token, query transform, windows, history, merge and the map back."""
     from oscar_vllm.kernels.decode.triton import decode_step_triton
 
+    common = random_recipe(shape.heads, shape.dim, rounds)
+
     def one() -> Callable[[], None]:
-        view, recipe = oscar_view(shape), random_recipe(shape.heads, shape.dim, rounds)
+        view, recipe = oscar_view(shape), deepcopy(common)  # as every layer has matrices of its own
         query, key, value = _fresh(shape)
         out = torch.empty_like(query)
         last = shape.length - 1

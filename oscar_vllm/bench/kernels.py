@@ -5,14 +5,13 @@ token (transform, quantizer, windows), the query transform, attention over windo
 back; for FlashAttention-3 its cache write and attention. The roofline of a row is its K and V bytes at the bandwidth
 that PyTorch's copy reaches in the same run.
 
-    python -m oscar_vllm.bench.kernels --json bench.json --plot bench.png
+    oscar bench kernels --json bench.json --plot bench.png
 """
 
-import argparse
-import gc
 import json
 import platform
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from oscar_vllm.bench.contenders import Calls, Shape, UnavailableError, flash, oscar, random_recipe, xformers_split_k
+from oscar_vllm.bench.contenders import (
+    Calls,
+    Shape,
+    UnavailableError,
+    flash,
+    oscar,
+    random_recipe,
+    xformers_split_k,
+)
 from oscar_vllm.bench.timing import copy_bandwidth, graph_microseconds, sets_for
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
 
@@ -41,6 +48,8 @@ POINTS = (
 """(batch, length) of the decode rows."""
 WRITES = (1, 8, 64, K, 16 * K)
 """New tokens of the write rows."""
+_TABLE_WIDTH = 140
+"""Wider than a pipe's 80 columns, at which no figure would be left whole."""
 
 
 @dataclass
@@ -88,7 +97,6 @@ def _measure(make: Callable[[], Calls], notes: list[str]) -> float | None:
         notes.append(str(error))
         return None
     finally:
-        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -126,9 +134,10 @@ def write_row(tokens: int, rounds: int, clip: float, bandwidth: float) -> WriteR
     heads, dim = 8, 128
     layout = PageLayout(dim)
     moved = tokens * heads * (4 * dim + layout.token_bytes)
+    common = random_recipe(heads, dim, rounds, clip)
 
     def one() -> Callable[[], None]:
-        recipe = random_recipe(heads, dim, rounds, clip)
+        recipe = deepcopy(common)  # as every layer has matrices of its own
         key, value = torch.randn(2, tokens, heads, dim, device="cuda").bfloat16()
         pages = -(-tokens // PAGE_TOKENS) + 1
         history = torch.empty(pages, heads, PAGE_TOKENS, layout.token_bytes, dtype=torch.uint8, device="cuda")
@@ -167,6 +176,8 @@ def run(
         What the JSON holds: ``device``, ``copy_bandwidth`` (bytes per second), ``decode`` and ``write`` rows.
     """
     console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _TABLE_WIDTH)
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     name = torch.cuda.get_device_name()
@@ -227,10 +238,9 @@ def _number(value: float | None, digits: int = 1, unit: str = "") -> str:
 def decode_table(rows: list[DecodeRow]) -> Table:
     """Rich table of the decode rows."""
     table = Table(title="one decode step of a layer, microseconds")
-    for head in ("model", "heads", "batch", "length", "OSCAR", "FA3 BF16", "FA3 FP8", "xformers"):
-        table.add_column(head, justify="left" if head == "model" else "right")
-    for head in ("x BF16", "x FP8", "roofline", "of roofline"):
-        table.add_column(head, justify="right")
+    heads = ("model", "heads", "batch", "length", "OSCAR", "FA3 BF16", "FA3 FP8", "xformers", "x BF16", "x FP8")
+    for head in (*heads, "roofline", "of roofline"):
+        table.add_column(head, justify="left" if head == "model" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.model,
@@ -258,27 +268,3 @@ def write_table(rows: list[WriteRow]) -> Table:
         times = (_number(row.microseconds, 2), _number(row.roofline, 2), _number(row.microseconds / row.roofline, 1))
         table.add_row(str(row.tokens), str(row.heads), row.quantizer, *times)
     return table
-
-
-def main() -> None:
-    """Command line of ``python -m oscar_vllm.bench.kernels``."""
-    parser = argparse.ArgumentParser(description="Decode attention kernels side by side on one GPU.")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    parser.add_argument("--plot", type=Path, help="write the roofline plot (PNG) here")
-    parser.add_argument("--models", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--batch", type=int, nargs="*", help="only these batch sizes")
-    parser.add_argument("--length", type=int, nargs="*", help="only these lengths")
-    parser.add_argument("--no-rivals", action="store_true", help="time OSCAR only")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("the kernels are timed on an NVIDIA GPU and this machine has none: run it on one that has")
-    points = [
-        (batch, length)
-        for batch, length in POINTS
-        if (not args.batch or batch in args.batch) and (not args.length or length in args.length)
-    ]
-    run(args.json, args.plot, models=args.models, points=points, rivals=not args.no_rivals)
-
-
-if __name__ == "__main__":
-    main()

@@ -36,6 +36,7 @@ def roofline_plot(rows: "list[DecodeRow]", bandwidth: float, device: str, path: 
         axes.scatter(exact, times, s=60, marker="_", color=color, label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_ylim(bottom=1)  # limits far below any launch say nothing
     axes.set_xlabel("K and V of the batch at 16 bits, bytes a layer")
     axes.set_ylabel("one decode step of a layer, microseconds")
     axes.set_title(f"{device}, copy bandwidth {bandwidth / 1e12:.2f} TB/s")
