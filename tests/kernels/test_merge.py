@@ -1,14 +1,20 @@
 """The merge kernel on random partials, placed by an independent walk along the plan's line."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from caches import random_recipe
 
 from oscar_vllm.kernels.decode.partials import Partials, SplitPlan
 from oscar_vllm.kernels.merge.triton import merge_triton
-from oscar_vllm.kernels.views import CacheView
+from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 SINK, RECENT = 32, 64
+HEADS = 2
+SHAPES = [(1, 1, 64), (4, 1, 128), (5, 4, 64), (16, 2, 128), (8, 1, 256)]
+NOTHING = -1e4
+"""Log-sum-exp of a part that does not exist: no weight beside any other."""
 
 
 def item_costs(plan: SplitPlan, length: int, new: int) -> tuple[int, int]:
@@ -22,10 +28,23 @@ def item_costs(plan: SplitPlan, length: int, new: int) -> tuple[int, int]:
     return plan.item_cost + tiles * plan.tile_cost, window
 
 
-@pytest.mark.parametrize("programs", [1, 5, 33])
-@pytest.mark.parametrize(("group", "bucket", "dim"), [(1, 1, 64), (4, 1, 128), (5, 4, 64), (16, 2, 128), (8, 1, 256)])
-def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) -> None:
-    heads = 2
+class Split(NamedTuple):
+    """Partials of a batch, and the same parts lane by lane for an oracle."""
+
+    partials: Partials
+    view: CacheView
+    recipe: LayerRecipe
+    new: list[int]
+    lanes: list[tuple[int, int]]
+    """(request, lane) of each row of ``parts``."""
+    parts: torch.Tensor
+    """[P, rows, columns, D] float32 in channel order."""
+    lse: torch.Tensor
+    """[P, rows, columns] float32, natural."""
+
+
+def random_split(group: int, bucket: int, dim: int, programs: int) -> Split:
+    """Five requests, among them an empty one and parts without keys, shared by ``programs``."""
     lengths, new = [400, 0, 1, 130, 2000], [bucket, 0, 1, 1, bucket]
     blocks = -(-group * bucket // 16)
     columns = -(-group * bucket // blocks)
@@ -33,10 +52,9 @@ def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) ->
         programs=programs, tile=128, tile_cost=18, block_cost=16, item_cost=9, min_chunk=36,
         group=group, max_query_len=bucket, columns_pad=16, columns=columns, column_blocks=blocks,
     )  # fmt: skip
-    lanes = heads * blocks
+    lanes = HEADS * blocks
     costs = [item_costs(plan, *request) for request in zip(lengths, new, strict=True)]
-    total = sum(sum(cost) * lanes for cost in costs)
-    chunk = max(-(-total // programs), plan.min_chunk)
+    chunk = max(-(-sum(sum(cost) * lanes for cost in costs) // programs), plan.min_chunk)
     slots = programs + 2 * lanes * len(lengths)
     output = torch.full((slots, columns, dim), float("nan"))
     lse = torch.full((slots, columns), float("nan"))
@@ -55,26 +73,36 @@ def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) ->
                     else:
                         output[slot] = torch.randn(columns, dim)
                 position = stop
-    start = torch.tensor([0, *new]).cumsum(0).int()
+    most = max(map(len, owned.values()))
+    parts = torch.zeros(most, len(owned), columns, dim)
+    natural = torch.full(parts.shape[:-1], NOTHING)
+    for row, used in enumerate(owned.values()):
+        for part, slot in enumerate(used):
+            if lse[slot, 0] > -torch.inf:
+                parts[part, row] = output[slot].unflatten(-1, (8, dim // 8)).mT.flatten(-2)  # from field-major
+                natural[part, row] = lse[slot] * 0.6931471805599453
     empty = torch.empty(0)
-    recipe = random_recipe(heads, dim, torch.Generator().manual_seed(0))
+    start = torch.tensor([0, *new]).cumsum(0).int()
     view = CacheView(empty, empty, empty, empty, torch.tensor(lengths).int(), start, SINK, RECENT)
+    recipe = random_recipe(HEADS, dim, torch.Generator().manual_seed(0))
+    return Split(Partials(output, lse, plan), view, recipe, new, list(owned), parts, natural)
 
-    want = torch.full((sum(new) + 1, heads * group, dim), float("nan"), dtype=torch.float64)
+
+def check(split: Split, device: str, merged: torch.Tensor, merged_lse: torch.Tensor) -> None:
+    """The kernel's output against the oracle's merge [rows, columns, D] and log-sum-exp [rows, columns]."""
+    plan, recipe = split.partials.plan, split.recipe
+    dim = merged.shape[-1]
+    want = torch.full((sum(split.new) + 1, HEADS * plan.group, dim), float("nan"), dtype=torch.float64)
     want_lse = want[..., 0].clone()
-    for (r, lane), used in owned.items():
-        head, block = divmod(lane, blocks)
-        for column in range(columns):
-            token, g = divmod(block * columns + column, group)
-            if token >= new[r]:
-                continue
-            e = lse[used, column].double() * torch.log(torch.tensor(2.0, dtype=torch.float64))
-            parts = torch.where(e.isneginf()[:, None], 0.0, output[used, column].double())
-            o = (e.softmax(0)[:, None] * parts).sum(0)
-            o = o.view(8, dim // 8).T.flatten()  # field-major to channels
-            place = int(start[r]) + token, head * group + g
-            want[place] = o @ recipe.output[head].double() + recipe.value_mean[head].double()
-            want_lse[place] = e.logsumexp(0)
+    for row, (request, lane) in enumerate(split.lanes):
+        head, block = divmod(lane, plan.column_blocks)
+        for column in range(plan.columns):
+            token, g = divmod(block * plan.columns + column, plan.group)
+            if token < split.new[request]:
+                place = int(split.view.query_start[request]) + token, head * plan.group + g
+                mapped = merged[row, column].double() @ recipe.output[head].double()
+                want[place] = mapped + recipe.value_mean[head].double()
+                want_lse[place] = merged_lse[row, column]
 
     def on(x: torch.Tensor) -> torch.Tensor:
         return x.to(device)
@@ -82,11 +110,30 @@ def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) ->
     out = torch.full(want.shape, float("nan"), device=device)
     got_lse = torch.full(want_lse.shape, float("nan"), device=device)
     merge_triton(
-        Partials(on(output), on(lse), plan),
-        view._replace(seq_lens=on(view.seq_lens), query_start=on(view.query_start)),
+        Partials(on(split.partials.output), on(split.partials.lse), plan),
+        split.view._replace(seq_lens=on(split.view.seq_lens), query_start=on(split.view.query_start)),
         recipe._replace(output=on(recipe.output), value_mean=on(recipe.value_mean)),
         out,
         got_lse,
     )
     torch.testing.assert_close(out.double().cpu(), want, rtol=1e-4, atol=1e-4, equal_nan=True)
     torch.testing.assert_close(got_lse.double().cpu(), want_lse, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 33])
+@pytest.mark.parametrize(("group", "bucket", "dim"), SHAPES)
+def test_merge(device: str, group: int, bucket: int, dim: int, programs: int) -> None:
+    split = random_split(group, bucket, dim, programs)
+    lse = split.lse.double()
+    merged = (lse.softmax(0)[..., None] * split.parts.double()).sum(0)
+    check(split, device, merged, lse.logsumexp(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "bucket", "dim"), SHAPES)
+def test_merge_agrees_with_xformers(group: int, bucket: int, dim: int) -> None:
+    fmha = pytest.importorskip("xformers.ops.fmha", reason="xformers is not installed")
+    split = random_split(group, bucket, dim, programs=5)
+    parts = split.parts.cuda()[:, :, None]  # [parts, batch, tokens, heads, D], of one token
+    merged, lse = fmha.merge_attentions(parts, split.lse.cuda()[..., None])
+    check(split, "cuda", merged[:, 0].cpu(), lse[..., 0].cpu())
