@@ -214,4 +214,9 @@ def xformers_split_k(shape: Shape) -> Calls:
 
         return call
 
-    return [one() for _ in range(sets_for(shape.flash_bytes))]
+    calls = [one() for _ in range(sets_for(shape.flash_bytes))]
+    try:
+        calls[0]()
+    except Exception as error:  # whatever its Triton code meets in a Triton newer or older than its own
+        raise UnavailableError(f"xformers' kernel does not run here ({type(error).__name__})") from error
+    return calls
