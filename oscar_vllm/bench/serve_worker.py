@@ -171,7 +171,7 @@ class Bench:
         """Tokens a second of a job of requests whose contexts were all sent before.
 
         Where the cache holds them all, the job is run. Where it does not, one wave of as many as fit is run on cached
-        contexts and stands for all, and each context that does not fit is added with the time that one takes to compute.
+        contexts and stands for all; each context that does not fit costs the time that computing one takes.
         That is the best a cache can do: one that drops its least recent contexts computes all of them again.
         ``tokens_per_s_kept`` leaves the computing out altogether.
         """
