@@ -1,6 +1,7 @@
 """The errors a user can cause; the command line shows them as one sentence, without a traceback."""
 
 from oscar_vllm.backend.checks import UnsupportedByOscarError
+from oscar_vllm.calibration.checkpoint import CheckpointError
 from oscar_vllm.calibration.run import CalibrationError
 from oscar_vllm.calibration.text import TextError
 from oscar_vllm.config import OscarConfigError
@@ -12,6 +13,7 @@ from oscar_vllm.recipe import RecipeError
 
 EXPECTED = (
     CalibrationError,
+    CheckpointError,
     DemoModelError,
     EvaluationError,
     GeometryError,

@@ -1,18 +1,25 @@
 """A text through vLLM's own prefill, and what its workers saw of it."""
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from oscar_vllm.backend.recipes import cached_recipe_path
+from oscar_vllm.calibration.checkpoint import Checkpoint, Identity
 from oscar_vllm.calibration.layer import LayerCalibration, join_ranks
 from oscar_vllm.calibration.sample import SAMPLE_TOKENS
+from oscar_vllm.calibration.text import text_hash
 from oscar_vllm.engine import cpu_options, engine
 from oscar_vllm.geometry import ModelGeometry
 
 WORKER = "oscar_vllm.calibration.worker.CalibrationWorker"
 SEQUENCE_TOKENS = 2048
 """Tokens of one calibration prompt: prefilled in one step, so that its attention is exact."""
+CHECKPOINT_SECONDS = 20.0
+"""Between two states of a calibration that can be resumed."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
@@ -35,6 +42,7 @@ def collect(
     text: str,
     tokens: int,
     sample: bool = True,
+    resume: Path | None = None,
     progress: Progress | None = None,
     **engine_options: Any,
 ) -> Collected:
@@ -45,10 +53,13 @@ def collect(
         text: of at least ``tokens`` (and ``SAMPLE_TOKENS``, or one context, more with ``sample``) tokens.
         tokens: how many tokens the statistics see.
         sample: also keep held-out attention for the search.
+        resume: a folder that the sums are kept in, and that an interrupted calibration goes on from, or one that is to
+            see more tokens of the same text.
         engine_options: passed to ``vllm.LLM`` (quantization, tensor_parallel_size, ...).
 
     Raises:
         CalibrationError: the text is too short.
+        CheckpointError: ``resume`` holds another calibration.
         UnsupportedByOscarError: the model is one that OSCAR does not serve.
     """
     limit = engine_options.get("max_model_len") or _context(model)
@@ -68,6 +79,9 @@ def collect(
         **engine_options,
     }
     say = progress or (lambda *_: None)
+    checkpoint, seen = None, 0
+    if resume is not None:  # before vLLM starts: a folder that does not fit is refused at once
+        checkpoint, seen = Checkpoint.open(resume, _identity(model, text, sequence, engine_options), tokens)
     say("starting vLLM", 0, tokens + held_out)
     with engine(model, **options) as llm:
         ids = llm.get_tokenizer().encode(text)[: tokens + held_out]
@@ -76,10 +90,19 @@ def collect(
                 f"The calibration text has {len(ids)} tokens and {tokens + held_out} are needed ({held_out} of them to "
                 "choose the quantizer on): give a longer text or a smaller --tokens."
             )
-        llm.collective_rpc("oscar_start_statistics")
-        for start in range(0, tokens, sequence):
-            _prefill(llm, ids[start : min(start + sequence, tokens)])
-            say("calibrating", min(start + sequence, tokens), tokens + held_out)
+        llm.collective_rpc(
+            "oscar_start_statistics", args=(str(checkpoint.place(seen)) if checkpoint and seen else None,)
+        )
+        kept = time.monotonic()
+        for start in range(seen, tokens, sequence):
+            end = min(start + sequence, tokens)
+            _prefill(llm, ids[start:end])
+            say("calibrating", end, tokens + held_out)
+            # Whole prompts only, so that sums that are resumed are those of one run.
+            last = end + sequence > tokens
+            if checkpoint and end - start == sequence and (last or time.monotonic() - kept > CHECKPOINT_SECONDS):
+                checkpoint.save(end, lambda folder: llm.collective_rpc("oscar_save_sums", args=(folder,)))
+                kept = time.monotonic()
         if held_out:
             llm.collective_rpc("oscar_start_sample")
             _prefill(llm, ids[tokens:])
@@ -87,6 +110,12 @@ def collect(
         geometry = ModelGeometry.from_hf_config(llm.llm_engine.vllm_config.model_config.hf_text_config)
         with tempfile.TemporaryDirectory(prefix="oscar-calibration-") as folder:
             return Collected(geometry, join_ranks(llm.collective_rpc("oscar_save_statistics", args=(folder,))))
+
+
+def _identity(model: str, text: str, sequence: int, engine_options: dict[str, Any]) -> Identity:
+    ranks = [engine_options.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline")]
+    weights = cached_recipe_path(model, model_geometry(model)).stem
+    return Identity(model=weights, text=text_hash(text), sequence=sequence, ranks=ranks[0] * ranks[1])
 
 
 def _prefill(llm: Any, ids: Sequence[int]) -> None:

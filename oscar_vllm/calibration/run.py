@@ -27,6 +27,7 @@ def calibrate(
     center: bool = True,
     search: bool = True,
     out: Path | None = None,
+    resume: Path | None = None,
     progress: Progress | None = None,
     **engine_options: Any,
 ) -> tuple[OscarRecipe, Path]:
@@ -40,6 +41,7 @@ def calibrate(
         center: subtract the calibrated means of keys and values.
         search: choose transform, clip and gain per head on held-out tokens; else the published clips.
         out: where to save; None: the cache, where the server finds it by itself.
+        resume: a folder to keep the sums in and to go on from.
         progress: called with (what is being done, how much is done, how much in all).
         engine_options: passed to ``vllm.LLM`` (quantization, tensor_parallel_size, ...).
 
@@ -48,9 +50,12 @@ def calibrate(
 
     Raises:
         CalibrationError: the text is too short.
+        CheckpointError: ``resume`` holds another calibration.
         UnsupportedByOscarError: the model is one that OSCAR does not serve.
     """
-    collected = collect(model, text=text, tokens=tokens, sample=search, progress=progress, **engine_options)
+    collected = collect(
+        model, text=text, tokens=tokens, sample=search, resume=resume, progress=progress, **engine_options
+    )
     recipe = build_recipe(
         collected.layers,
         collected.geometry,

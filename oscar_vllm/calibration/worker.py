@@ -31,17 +31,35 @@ class CalibrationWorker:
             if isinstance(getattr(layer, "impl", None), OscarImpl)
         }
 
-    def oscar_start_statistics(self) -> int:
-        """Collect statistics from now on; returns the number of layers this rank holds."""
+    def oscar_start_statistics(self, resume: str | None = None) -> int:
+        """Collect statistics from now on; returns the number of layers this rank holds.
+
+        Args:
+            resume: a folder of ``oscar_save_sums``: start from the sums there.
+        """
         layers = self._attention_layers()
         self.oscar_samples = {}
         self.oscar_statistics = {
             index: LayerStatistics(impl.num_kv_heads, impl.head_size, self.device)
             for index, (_, impl) in layers.items()
         }
+        if resume is not None:
+            saved = torch.load(self._rank_file(resume), weights_only=True, map_location=self.device)
+            for index, statistics in self.oscar_statistics.items():
+                statistics.merge(LayerStatistics.from_state_dict(saved[index]))
         for index, (_, impl) in layers.items():
             impl.observer = self.oscar_statistics[index]
         return len(layers)
+
+    def oscar_save_sums(self, folder: str) -> None:
+        """Write the statistics so far to a file of this rank's own, and go on collecting."""
+        sums = {index: statistics.state_dict() for index, statistics in self.oscar_statistics.items()}
+        torch.save(sums, self._rank_file(folder))
+
+    def _rank_file(self, folder: str) -> Path:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        return Path(folder) / f"layers-{min(self._attention_layers())}-rank-{get_tensor_model_parallel_rank()}.pt"
 
     def oscar_start_sample(self) -> None:
         """Keep a sample of the next prefill; the statistics do not see it."""
@@ -58,7 +76,7 @@ class CalibrationWorker:
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         layers = self._attention_layers()
         total = self.vllm_config.model_config.get_total_num_kv_heads()
-        path = Path(folder) / f"layers-{min(layers)}-rank-{rank}.pt"
+        path = self._rank_file(folder)
         modules = dict(self.model_runner.get_model().named_modules())
         states: dict[int, dict[str, Any]] = {}
         for index, (name, impl) in layers.items():

@@ -15,6 +15,8 @@ from oscar_vllm.commands.common import console, one_sentence
 
 TEXT_HELP = "A UTF-8 file, a folder of them, or hf:DATASET[@REVISION][:SPLIT]; left out: a text that ships."
 
+RESUME_HELP = "Folder to keep the sums in, and to go on from: after an interruption, or with more --tokens."
+
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
@@ -36,6 +38,7 @@ def calibrate(
     search: Annotated[bool, typer.Option(help="Choose the quantizer on held-out tokens; else published clips.")] = True,
     means_only: Annotated[bool, typer.Option(help="Add means to --recipe and change nothing else.")] = False,
     recipe: Annotated[Path | None, typer.Option(help="Recipe for --means-only; left out: the cached one.")] = None,
+    resume: Annotated[Path | None, typer.Option(help=RESUME_HELP)] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 1,
     quantization: Annotated[str | None, typer.Option(help="Weight quantization, as for vLLM.")] = None,
 ) -> None:
@@ -47,6 +50,8 @@ def calibrate(
 
     if recipe is not None and not means_only:
         raise typer.BadParameter("--recipe is what --means-only adds means to; to write a recipe use --out.")
+    if resume is not None and means_only:
+        raise typer.BadParameter("--resume keeps the sums of a whole calibration; leave it out with --means-only.")
     source = read_source(text)
     options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "quantization": quantization}
     with progress_bar() as progress:
@@ -56,5 +61,7 @@ def calibrate(
             made = run.add_means(OscarRecipe.load(path), model, out=out or path, **options)
             path = out or path
         else:
-            made, path = run.calibrate(model, method=method, center=center, search=search, out=out, **options)
+            made, path = run.calibrate(
+                model, method=method, center=center, search=search, out=out, resume=resume, **options
+            )
     console.print(f"Recipe {made.content_hash()[:12]} of {model}: {path}", soft_wrap=True)

@@ -81,3 +81,35 @@ def test_a_text_that_is_too_short(model: str) -> None:
         pytest.raises(CalibrationError, match=r"^The calibration text has \d+ tokens and 512 are needed \(256 of"),
     ):
         collect(model, text="too short", tokens=256)
+
+
+def test_an_interrupted_calibration_goes_on_to_the_same_sums(model: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("oscar_vllm.calibration.collect.CHECKPOINT_SECONDS", 0.0)
+    options: dict[str, Any] = {"sample": False, "max_model_len": 257, "max_num_batched_tokens": 257}
+    prompts = 0
+
+    def interrupt(step: str, done: int, total: int) -> None:
+        nonlocal prompts
+        prompts += step == "calibrating"
+        if prompts == 3:
+            raise KeyboardInterrupt
+
+    with in_process():
+        with pytest.raises(KeyboardInterrupt):
+            collect(model, text=default_text(), tokens=900, resume=tmp_path, progress=interrupt, **options)
+        prompts = 0
+        resumed = collect(
+            model,
+            text=default_text(),
+            tokens=900,
+            resume=tmp_path,
+            progress=lambda step, done, total: interrupt(step, done, total) if done <= 512 else None,
+            **options,
+        )
+        whole = collect(model, text=default_text(), tokens=900, **options)
+    assert prompts == 0  # the first 512 tokens were not computed again
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["state.json", "tokens-768"]
+    for mine, other in zip(resumed.layers, whole.layers, strict=True):
+        assert mine.statistics.tokens == 900
+        for name in ("query_gram", "output_gram", "key_gram", "value_gram", "key_sum", "value_sum", "output_sum"):
+            assert torch.equal(getattr(mine.statistics, name), getattr(other.statistics, name)), name
