@@ -1,10 +1,10 @@
 """`oscar doctor`: sees a healthy installation as one, and a sick one as sick."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_model import write_config
 from typer.testing import CliRunner
 
 import oscar_vllm.selftest
@@ -64,9 +64,7 @@ def test_blocked_plugin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_recipe_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config | heads))
+    write_config(tmp_path)
     result = CliRunner(env={"OSCAR_CACHE": str(tmp_path / "cache")}).invoke(app, ["doctor", str(tmp_path)])
     assert result.exit_code == 1
     assert f"oscar calibrate {tmp_path}" in result.output

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_model import GEOMETRY, write_config
 
 from oscar_vllm.backend import recipes
 from oscar_vllm.backend.recipes import cached_recipe_path, fingerprint, load_recipe, recipe_path
@@ -14,17 +15,6 @@ from oscar_vllm.backend.startup_log import UNCENTERED, log_startup
 from oscar_vllm.cache.layout import PageLayout
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import OscarRecipe, RecipeError
-
-GEOMETRY = ModelGeometry(
-    model_type="llama",
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=64,
-    hidden_size=256,
-    rope_type="default",
-    rope_theta=10000.0,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +24,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    folder = write_config(tmp_path / "model")
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 10_000)
     return folder
 

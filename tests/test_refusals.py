@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from tiny_model import GEOMETRY, write_config
 from vllm import EngineArgs
 from vllm.model_executor.models import registry
 
@@ -20,29 +21,6 @@ from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import OscarRecipe, RecipeError
 
 HADAMARD = {"oscar": {"recipe": "hadamard"}}
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 128,
-    "max_position_embeddings": 2048,
-    "dtype": "bfloat16",
-}
-GEOMETRY = ModelGeometry(
-    model_type="llama",
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=64,
-    hidden_size=256,
-    rope_type="default",
-    rope_theta=10000.0,
-)
 
 
 def gemma(**changes: Any) -> dict[str, Any]:
@@ -62,11 +40,7 @@ def model(tmp_path: Path) -> Callable[..., str]:
     """A checkpoint's folder without weights: a configuration is all that is read before loading."""
 
     def make(**changes: Any) -> str:
-        folder = tmp_path / "model"
-        folder.mkdir(exist_ok=True)
-        fields = {name: value for name, value in (LLAMA | changes).items() if value != "absent"}
-        (folder / "config.json").write_text(json.dumps(fields))
-        return str(folder)
+        return str(write_config(tmp_path / "model", **changes))
 
     return make
 

@@ -44,6 +44,8 @@ class Tokens:
 
     def __init__(self) -> None:
         self.runner: Any = None
+        """The one whose step is running."""
+        self.last_runner: Any = None
         self.fresh = False
         """Whether this step's batch has not been numbered yet."""
         self.count = 0
@@ -63,6 +65,10 @@ class Tokens:
 
         @functools.wraps(execute)
         def execute_model(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if runner is not self.last_runner:  # another engine in this process
+                self.last_runner, self.count = runner, 0
+                self.versions.clear()
+                self.requests.clear()
             for name in (*scheduler_output.finished_req_ids, *scheduler_output.scheduled_cached_reqs.resumed_req_ids):
                 self.requests.pop(name, None)
             self.runner, self.fresh = runner, True

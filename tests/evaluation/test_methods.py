@@ -2,23 +2,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import GEOMETRY
 
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.transforms import hadamard, rotation
 from oscar_vllm.evaluation.baselines import naive_recipe, published_recipe
 from oscar_vllm.evaluation.methods import METHODS, EvaluationError, choose, windows_of
-from oscar_vllm.geometry import ModelGeometry
-
-GEOMETRY = ModelGeometry(
-    model_type="llama",
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=64,
-    hidden_size=256,
-    rope_type="default",
-    rope_theta=1e4,
-)
 
 
 def test_the_reference_is_always_there_and_the_table_has_one_order() -> None:
