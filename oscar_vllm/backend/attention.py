@@ -131,20 +131,21 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             warm_up(self.recipe, self.num_heads, act_dtype, self.scale, self.config.sink, self.config.recent)
 
     def _window_metadata(self) -> OscarMetadata:
-        all_metadata = get_forward_context().attn_metadata
-        if isinstance(all_metadata, list):
-            all_metadata = all_metadata[0]
-        return all_metadata[self.window_name]
+        metadata: OscarMetadata = get_forward_context().attn_metadata[self.window_name]
+        return metadata
 
-    def _view(self, history: torch.Tensor, metadata: OscarMetadata, first: int, last: int) -> CacheView:
-        """The caches as requests ``first .. last - 1`` of the batch see them."""
+    def _view(self, history: torch.Tensor, batch: OscarMetadata | ExtendPlan, first: int, last: int) -> CacheView:
+        """The caches as requests (of a plan, pieces) ``first .. last - 1`` of the batch see them."""
+        window = self._window_metadata()
+        tables = window.extends if isinstance(batch, ExtendPlan) else window
+        assert tables is not None
         return CacheView(
             history=history.view(torch.uint8),
             window=self.layers[self.window_name].kv_cache,
-            block_table=metadata.block_table[first:last],
-            window_table=self._window_metadata().block_table[first:last],
-            seq_lens=metadata.seq_lens[first:last],
-            query_start=metadata.query_start[first : last + 1],
+            block_table=batch.block_table[first:last],
+            window_table=tables.block_table[first:last],
+            seq_lens=batch.seq_lens[first:last],
+            query_start=batch.query_start[first : last + 1],
             sink=self.config.sink,
             recent=self.config.recent,
         )
@@ -218,18 +219,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     def _extend(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: ExtendPlan, output: torch.Tensor) -> None:
         """Short prefills behind a context, as decodes of a few tokens each."""
         assert self.recipe is not None
-        window = self._window_metadata().extends
-        assert window is not None
-        view = CacheView(
-            history=kv_cache.view(torch.uint8),
-            window=self.layers[self.window_name].kv_cache,
-            block_table=plan.block_table,
-            window_table=window.block_table,
-            seq_lens=plan.seq_lens,
-            query_start=plan.query_start,
-            sink=self.config.sink,
-            recent=self.config.recent,
-        )
+        view = self._view(kv_cache, plan, 0, plan.seq_lens.shape[0])
         rows = slice(plan.first_token, plan.first_token + plan.tokens)
         attend(query[rows], view, self.recipe, self.scale, max_query_len=MAX_QUERY_TOKENS, out=output[rows])
 
@@ -272,6 +262,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         output: torch.Tensor,
     ) -> None:
         """All prefills at once."""
+        from oscar_vllm.backend.flash import flash_attention
         from oscar_vllm.backend.prefill_cuda import prefill_cuda
 
         assert self.recipe is not None
@@ -286,6 +277,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self.scale,
             output[rows],
             self._borrow_workspace(query.dtype) if plan.tiles else [],
+            flash_attention(self.head_size),
         )
 
     def _borrow_workspace(self, dtype: torch.dtype) -> list[torch.Tensor]:

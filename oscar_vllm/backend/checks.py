@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from oscar_vllm.backend.flash import is_available
 from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.config import OscarConfig
@@ -76,6 +77,11 @@ def check_serving(vllm_config: Any) -> None:
         raise UnsupportedByOscarError(
             f"OSCAR serves head sizes {', '.join(map(str, HEAD_SIZES))} and {model.model} has {head_size}: start it "
             "without --attention-backend OSCAR"
+        )
+    if current_platform.is_cuda() and not is_available(head_size):
+        raise UnsupportedByOscarError(
+            f"OSCAR prefills with FlashAttention, and this vLLM has none for head size {head_size} on this GPU: "
+            "install xformers, whose attention takes its place (pip install xformers)"
         )
     if str(model.dtype) not in DTYPES:
         raise UnsupportedByOscarError(

@@ -1,54 +1,15 @@
-"""Prefill on a GPU: FlashAttention inside the chunk, cached context in bounded tiles, combined by log-sum-exp."""
+"""Prefill on a GPU: exact attention inside the chunk, cached context in bounded tiles, combined by log-sum-exp."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from oscar_vllm.backend.context_plan import ContextTile, PrefillPlan, tile_tokens
+from oscar_vllm.backend.flash import Flash
 from oscar_vllm.kernels.combine.triton import combine_triton
 from oscar_vllm.kernels.context.triton import gather_context_triton
 from oscar_vllm.kernels.transform.triton import transform_queries_triton
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
-
-Flash = Callable[..., torch.Tensor]
-"""Variable-length attention, see :func:`flash_attention` for what it takes and gives."""
-
-
-def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_query: torch.Tensor,
-    cu_keys: torch.Tensor,
-    longest_query: int,
-    longest_keys: int,
-    scale: float,
-    causal: bool,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """vLLM's FlashAttention of N requests, query [T, Hq, D] on key, value [S, H, D], into out [T, Hq, D].
-
-    Returns:
-        [Hq, T] float32 natural log-sum-exp; either infinity for rows without keys.
-    """
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-
-    result: tuple[torch.Tensor, torch.Tensor] = flash_attn_varlen_func(
-        q=query,
-        k=key,
-        v=value,
-        cu_seqlens_q=cu_query,
-        cu_seqlens_k=cu_keys,
-        max_seqlen_q=longest_query,
-        max_seqlen_k=longest_keys,
-        softmax_scale=scale,
-        causal=causal,
-        return_softmax_lse=True,
-        out=out,
-        fa_version=get_flash_attn_version(head_size=query.shape[-1]),
-    )
-    return result[1]
 
 
 def workspace_shapes(tokens: int, num_heads: int, num_kv_heads: int, head_size: int) -> list[tuple[int, ...]]:
@@ -105,7 +66,7 @@ def prefill_cuda(
     scale: float,
     out: torch.Tensor,
     workspace: list[torch.Tensor],
-    flash: Flash = flash_attention,
+    flash: Flash,
 ) -> None:
     """All prefills of a step: causal attention inside each chunk, raw and exact, and to its cached context.
 
@@ -119,7 +80,7 @@ def prefill_cuda(
         scale: softmax scale.
         out: [T, Hq, D], written in its own dtype.
         workspace: tensors of :func:`workspace_shapes` for T tokens or more; unused without context.
-        flash: the attention inside; the platform's by default.
+        flash: the attention inside, of raw rows and of unpacked ones.
     """
     lse = flash(
         query, key, value, plan.query_start, plan.query_start, plan.longest_query, plan.longest_query, scale, True, out

@@ -7,6 +7,7 @@ compiler.
 import torch
 
 from oscar_vllm.backend.context_plan import plan_prefill
+from oscar_vllm.backend.flash import flash_attention
 from oscar_vllm.backend.prefill_cuda import prefill_cuda
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS
 from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS, attend
@@ -54,7 +55,7 @@ def warm_up(recipe: LayerRecipe, num_heads: int, dtype: torch.dtype, scale: floa
         tile = torch.empty(context // 2, heads, dim, dtype=dtype, device=device)
         rows = torch.empty_like(query)
         workspace = [tile, torch.empty_like(tile), rows, torch.empty_like(rows), torch.empty_like(rows)]
-        prefill_cuda(query, key, key, view, plan, recipe, scale, out, workspace)
+        prefill_cuda(query, key, key, view, plan, recipe, scale, out, workspace, flash_attention(dim))
         if new == min(_TOKENS):
             piece = view._replace(query_start=torch.tensor([0, MAX_QUERY_TOKENS], dtype=torch.int32, device=device))
             rows = query[:MAX_QUERY_TOKENS]

@@ -7,6 +7,7 @@ import torch
 from caches import Case, random_case, relative_error
 
 from oscar_vllm.backend.context_plan import plan_prefill
+from oscar_vllm.backend.flash import Flash, flash_attention, xformers_flash
 from oscar_vllm.kernels.views import LayerRecipe
 
 
@@ -66,8 +67,7 @@ def attend_float64(case: Case, key: torch.Tensor, value: torch.Tensor) -> torch.
     return out
 
 
-@pytest.mark.parametrize("tile", [128, 256, 4096], ids=lambda t: f"tile{t}")
-@pytest.mark.parametrize(
+BATCHES = pytest.mark.parametrize(
     ("lengths", "new"),
     [
         ([40], [40]),
@@ -78,11 +78,12 @@ def attend_float64(case: Case, key: torch.Tensor, value: torch.Tensor) -> torch.
     ],
     ids=["first-chunk", "one-context", "mixed", "padding-between", "behind-decodes"],
 )
-@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 3, 64), (2, 4, 128)])
-def test_against_float64(
-    device: str, heads: int, group: int, dim: int, lengths: list[int], new: list[int], tile: int
+
+
+def check(
+    device: str, flash: Flash, heads: int, group: int, dim: int, lengths: list[int], new: list[int], tile: int
 ) -> None:
-    from oscar_vllm.backend.prefill_cuda import flash_attention, prefill_cuda
+    from oscar_vllm.backend.prefill_cuda import prefill_cuda
 
     case = random_case(lengths, new, heads=heads, group=group, dim=dim, missing=0.2, sink=64, recent=128)
     tokens = sum(new)
@@ -100,7 +101,6 @@ def test_against_float64(
         for s in (context, context, shape, shape, shape)
     ]
     out = torch.full((tokens, *shape[1:]), float("nan"), dtype=case.query.dtype, device=device)
-    flash = flash_attention if device == "cuda" else flash_twin
     prefill_cuda(
         here.query[rows],
         key[rows].to(device),
@@ -116,3 +116,23 @@ def test_against_float64(
     assert out[: rows.start].isnan().all(), "decodes were written"
     # Queries, dequantized rows, partial results and output are each rounded to BF16.
     assert relative_error(out[rows], want[rows])[0] < 1e-2
+
+
+@pytest.mark.parametrize("tile", [128, 256, 4096], ids=lambda t: f"tile{t}")
+@BATCHES
+@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 3, 64), (2, 4, 128)])
+def test_against_float64(
+    device: str, heads: int, group: int, dim: int, lengths: list[int], new: list[int], tile: int
+) -> None:
+    flash = flash_attention(dim) if device == "cuda" else flash_twin
+    check(device, flash, heads, group, dim, lengths, new, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@BATCHES
+@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 3, 64), (2, 4, 128), (3, 1, 128), (1, 2, 256)])
+def test_xformers_against_float64(heads: int, group: int, dim: int, lengths: list[int], new: list[int]) -> None:
+    """Where vLLM's FlashAttention is not there."""
+    pytest.importorskip("xformers.ops.fmha", reason="xformers is not installed")
+    check("cuda", xformers_flash, heads, group, dim, lengths, new, 256)
