@@ -17,6 +17,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def model() -> str:
+    """The demo's model."""
+    from oscar_vllm.demo.model import ensure_demo_model
+
+    return str(ensure_demo_model())
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint of two layers with random weights."""
     return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
