@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from tiny_model import GEOMETRY, write_config
+from tiny_model import GEOMETRY, LLAMA, write_config
 from vllm import EngineArgs
 from vllm.model_executor.models import registry
 
@@ -148,6 +148,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
             "num_mel_bins": 8,
         },
         without("an encoder-decoder model"),
+    ),
+    "shared keys and values": (
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 128},
+        without("a model whose layers share keys and values"),
+    ),
+    "image tokens in both directions": (
+        "PaliGemmaForConditionalGeneration",
+        "paligemma",
+        {
+            "text_config": LLAMA | {"model_type": "gemma"},
+            "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64, "num_attention_heads": 2},
+        },
+        without("a model whose image tokens attend in both directions"),
+    ),
+    "linear attention": (
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1},
+        STATE,
     ),
     "state space": ("MambaForCausalLM", "mamba", {"state_size": 16, "expand": 2}, STATE),
     "state space and attention": (

@@ -46,6 +46,10 @@ def _model_problem(model: Any) -> str | None:
         return "a model with alibi position biases"
     if getattr(text, "attention_sinks", False) or text.model_type in _SINK_MODELS:
         return "a model with attention sinks of its own"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return "a model whose layers share keys and values"
+    if model.is_mm_prefix_lm:  # a platform of vLLM's own choice would refuse it; the CPU's does not ask
+        return "a model whose image tokens attend in both directions"
     return None
 
 
