@@ -27,6 +27,8 @@ GAINS = ("key_gain", "value_gain")
 TENSORS = (*MATRICES, *MEANS, *CLIPS, *GAINS)
 _MAX_HEADER = 1 << 20
 """Bytes; a real header has about 2,000, and a lying one must not cost memory."""
+_MAX_FILE = 4 << 30
+"""Bytes; 96 layers of 96 KV heads of 128 channels take 2.4 GB, and tensors are read whole."""
 _AGAIN = "make it again with `oscar calibrate MODEL`"
 
 
@@ -119,6 +121,8 @@ def check_header_size(path: Path) -> None:
     with path.open("rb") as stream:
         prefix = stream.read(8)
         size = stream.seek(0, 2)
+    if size > _MAX_FILE:
+        raise RecipeError(f"The file has {size:,} bytes, more than the {_MAX_FILE:,} of any recipe; {_AGAIN}.")
     header = int.from_bytes(prefix, "little")
     if size < 8 or header > min(size - 8, _MAX_HEADER):
         raise not_whole("the header's length is wrong")

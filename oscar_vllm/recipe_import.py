@@ -67,7 +67,11 @@ def read_rotations(path: Path, geometry: ModelGeometry) -> torch.Tensor:
         RecipeError: in one sentence, what is wrong with the file.
     """
     L, H, D = geometry.num_layers, geometry.num_kv_heads, geometry.head_size
-    layers = _layers(_load(path), path)
+    content = _load(path)
+    if isinstance(content, torch.Tensor) and len(content.shape) >= 3 and len(content) != L:
+        # Before it is taken apart: a tensor may claim any number of layers that all lie in the same memory.
+        raise RecipeError(f"{path} has {len(content)} layers and the model has {L}; give the rotations of this model.")
+    layers = _layers(content, path)
     missing = sorted(set(range(L)) - set(layers))
     if missing or len(layers) != L:
         what = f"has no layer {missing[0]}" if missing else f"has {len(layers)} layers"

@@ -145,6 +145,15 @@ def test_a_file_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "trapped").exists()
 
 
+def test_a_tensor_cannot_claim_more_layers_than_the_model_has(tmp_path: Path) -> None:
+    """All of a hundred million layers lie in the same bytes of a file of a few kilobytes."""
+    path = saved(tmp_path / "k.pt", torch.eye(D).expand(100_000_000, D, D))
+    assert path.stat().st_size < 10_000
+    sentence = rf"{path} has 100000000 layers and the model has {L}; give the rotations of this model\.$"
+    with pytest.raises(RecipeError, match=sentence):
+        read_rotations(path, GEOMETRY)
+
+
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04" + bytes(64)], ids=["empty", "text", "broken zip"])
 def test_files_that_are_no_tensors(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "k.pt"
