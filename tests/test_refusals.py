@@ -369,3 +369,9 @@ def test_a_recipe_of_this_model_starts(model: Callable[..., str], tmp_path: Path
 def test_another_backend_is_not_asked_for_a_recipe(model: Callable[..., str]) -> None:
     args = EngineArgs(model=model(sliding_window=128), skip_tokenizer_init=True, additional_config={"oscar": {"x": 1}})
     assert args.create_engine_config().attention_config.backend is None
+
+
+@pytest.mark.parametrize("asked", [None, True, False], ids=["by default", "on", "off"])
+def test_prefix_caching_is_what_was_asked_for(model: Callable[..., str], asked: bool | None) -> None:
+    flags = {} if asked is None else {"enable_prefix_caching": asked}
+    assert configure(model(), **flags).cache_config.enable_prefix_caching is (asked is not False)
