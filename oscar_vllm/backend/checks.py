@@ -48,7 +48,8 @@ def _model_problem(model: Any) -> str | None:
         return "a model with attention sinks of its own"
     if getattr(text, "num_kv_shared_layers", 0):
         return "a model whose layers share keys and values"
-    if model.is_mm_prefix_lm:  # a platform of vLLM's own choice would refuse it; the CPU's does not ask
+    # vLLM's own choice of a backend would refuse it; on the CPU it is not asked.
+    if getattr(model, "is_mm_prefix_lm", False):
         return "a model whose image tokens attend in both directions"
     return None
 
