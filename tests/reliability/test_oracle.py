@@ -7,9 +7,10 @@ import pytest
 import torch
 from model.conftest import Start, core, free_blocks
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 
 from oscar_vllm.backend import attention
-from oscar_vllm.backend.oracle import Oracle, OracleError
+from oscar_vllm.backend.oracle import Oracle, OracleError, oracle_for
 from oscar_vllm.cache.layout import PAGE_TOKENS
 from oscar_vllm.cache.window import OscarWindowManager
 
@@ -155,3 +156,14 @@ def test_a_planted_fault_ends_the_run(
     prompts = [prompt(base, 2 * PAGE_TOKENS + 40) for base in range(2)]
     with oscar({"recent": 32}) as llm, pytest.raises(OracleError, match=sentence):
         generate(llm, prompts)
+
+
+def test_the_oracle_is_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(ValueError, match="unset it to serve on another device$"):
+        oracle_for("model.layers.0.attn")
+
+
+def test_without_the_switch_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OSCAR_ORACLE")
+    assert oracle_for("model.layers.0.attn") is None
