@@ -160,7 +160,7 @@ def test_a_planted_fault_ends_the_run(
 
 def test_the_oracle_is_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(ValueError, match="unset it to serve on another device$"):
+    with pytest.raises(ValueError, match=r"unset it to serve on another device$"):
         oracle_for("model.layers.0.attn")
 
 
