@@ -3,6 +3,7 @@
 import pytest
 from block_engine import HISTORY, WINDOW, Engine, Sequence, Setting, text
 
+from oscar_vllm.cache import window
 from oscar_vllm.cache.window import OscarWindowManager
 
 
@@ -17,14 +18,44 @@ def test_a_second_request_hits_whole_pages_and_gets_its_sinks() -> None:
     first = engine.add(text(0, 600))
     engine.step()
     sinks = [block.block_id for block in engine.pool.blocks if block.block_hash and block.block_id in first.tables[1]]
-    second = engine.add(text(0, 600), max_tokens=2)
+    second = engine.add(text(0, 600) + text(5, 300), max_tokens=2)
     engine.step()
     assert engine.hits == [0, 512]
     assert second.tables[HISTORY][:4] == first.tables[HISTORY][:4]
     assert second.tables[WINDOW][:4] == first.tables[WINDOW][:4]
     assert sorted(second.tables[WINDOW][:4]) == sorted(sinks)
     assert second.tables[WINDOW][4:32] == [0] * 28, "the rest of a hit is read from INT2"
-    assert all(second.tables[WINDOW][32:])
+    assert all(second.tables[WINDOW][(900 - 256) // 16 :])
+    engine.drain()
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "hit"),
+    [(600, 0, 256), (512, 1, 256), (512, 255, 384), (512, 256, 512), (512, 400, 512), (383, 0, 0), (384, 0, 128)],
+)
+def test_a_hit_leaves_the_recent_window_to_be_computed(shared: int, own: int, hit: int) -> None:
+    """The last 256 tokens of a prompt have unquantized copies, whatever of them is cached."""
+    engine = Engine()
+    engine.add(text(0, shared))
+    engine.step()
+    second = engine.add(text(0, shared) + text(5, own), max_tokens=2)
+    again = engine.manager.coordinator.find_longest_cache_hit(second.request.block_hashes, hit)
+    assert again[1] == hit, "what came out, asked for again, stays"
+    engine.step()
+    assert engine.hits == [0, hit]
+    assert all(second.tables[WINDOW][(shared + own - 256) // 16 :])
+    engine.drain()
+
+
+def test_a_long_hit_is_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "REFRESHED_HIT", 512)
+    engine = Engine()
+    engine.add(text(0, 900))
+    engine.step()
+    for tokens in (600, 700):
+        engine.add(text(0, tokens))
+        engine.step()
+    assert engine.hits == [0, 256, 640]
     engine.drain()
 
 
@@ -128,7 +159,7 @@ def test_a_resumed_request_hits_its_own_prefix() -> None:
     engine.step()
     engine.preempt()
     engine.drain()
-    assert engine.hits == [0, 512]
+    assert engine.hits == [0, 256]
 
 
 def test_a_resumed_request_gives_up_passed_blocks_as_a_new_one_does() -> None:
@@ -155,7 +186,7 @@ def test_recent_blocks_do_not_crowd_out_a_cached_prefix() -> None:
     for base in range(1, 6):
         engine.add(text(base, 600))
         engine.drain()
-    engine.add(text(0, 600))
+    engine.add(text(0, 600) + text(9, 300))
     engine.drain()
     assert engine.hits[-1] == 512
 

@@ -16,6 +16,13 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from oscar_vllm.cache.layout import WINDOW_TOKENS, PageLayout
 
+REFRESHED_HIT = 32 * 1024
+"""Longest hit that leaves the last ``recent`` tokens of its prompt to be computed again, for their unquantized copies.
+
+Those few hundred tokens attend to the context before them, unpacked once a layer: little for up to this many tokens,
+and a good part of the time to first token beyond.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OscarWindowSpec(AttentionSpec):
@@ -83,7 +90,7 @@ class OscarWindowManager(SingleTypeKVCacheManager):
 
     A block is real iff it is a sink block or reaches into the last ``recent`` tokens at the time it is allocated; it
     turns null when the recent window has moved past it. Only sink blocks enter the prefix cache: recent blocks would
-    crowd the pool's eviction order, and a hit reads those tokens from INT2.
+    crowd the pool's eviction order, so a hit ends before its prompt's recent tokens or reads them from INT2.
     """
 
     def __init__(self, kv_cache_spec: OscarWindowSpec, **kwargs: Any) -> None:
@@ -214,11 +221,12 @@ class OscarWindowManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[Any], ...], int]:
-        """The longest hit: any length, as INT2 serves every token, provided that its sink blocks are cached."""
+        """The longest hit: any length, as INT2 serves every token, provided that its sink blocks are cached.
+
+        Up to REFRESHED_HIT it ends before the recent window of the whole prompt, so that the window is computed again
+        and what the prompt is continued with reads it unquantized, as without a hit.
+        """
         block_size = kv_cache_spec.block_size
-        hit = max_length - max_length % alignment_tokens
-        length = hit // block_size
-        tables: tuple[list[Any], ...] = tuple([block_pool.null_block] * length for _ in kv_cache_group_ids)
         hashes = resolve_block_hashes(
             block_hashes,
             block_pool.hash_block_size,
@@ -226,6 +234,13 @@ class OscarWindowManager(SingleTypeKVCacheManager):
             supports_fine_grained_hash_lookup=False,
             alignment_tokens=alignment_tokens,
         )
+        hit = max_length
+        if hit <= REFRESHED_HIT:
+            # Counted from the prompt's end, not from the hit's: vLLM asks again with what came out, which must stay.
+            hit = min(hit, max(0, len(hashes) * block_size - kv_cache_spec.recent_tokens))
+        hit -= hit % alignment_tokens
+        length = hit // block_size
+        tables: tuple[list[Any], ...] = tuple([block_pool.null_block] * length for _ in kv_cache_group_ids)
         for index in range(min(kv_cache_spec.sink_tokens // block_size, length)):
             cached = block_pool.get_cached_block(hashes[index], kv_cache_group_ids)
             if not cached:

@@ -10,6 +10,7 @@ import torch
 
 from oscar_vllm.bench.serve import timing_recipe
 from oscar_vllm.bench.shapes import write_shape
+from oscar_vllm.cache import window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -92,7 +93,7 @@ def test_graphs_replay_after_others_and_after_allocator_churn(tmp_path: Path, mo
 
 
 def test_nothing_is_compiled_by_the_first_prefix_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-up compiled what contexts need, for short and for long rests of a prompt."""
+    """Warm-up compiled what contexts need, for short rests of a prompt (of long hits) and for long ones."""
     import triton
     from vllm import SamplingParams
 
@@ -105,6 +106,8 @@ def test_nothing_is_compiled_by_the_first_prefix_hit(tmp_path: Path, monkeypatch
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
         ids = torch.randint(5, 500, (1800,), generator=torch.Generator().manual_seed(2)).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
-        for tokens in (600, 620, 1800, 1799, 131, 260):
-            llm.generate([{"prompt_token_ids": ids[:tokens]}], params, use_tqdm=False)
+        for refreshed in (window.REFRESHED_HIT, 0):
+            monkeypatch.setattr(window, "REFRESHED_HIT", refreshed)
+            for tokens in (600, 620, 1800, 1799, 131, 260):
+                llm.generate([{"prompt_token_ids": ids[:tokens]}], params, use_tqdm=False)
         assert [name for name in compiled if "oscar" in name] == []

@@ -7,6 +7,7 @@ import torch
 from vllm import SamplingParams
 
 from oscar_vllm.backend.attention import OscarImpl
+from oscar_vllm.cache import window
 from oscar_vllm.cache.layout import PAGE_TOKENS, PageLayout
 from oscar_vllm.demo.prompt import ANSWER, long_prompt
 
@@ -90,10 +91,9 @@ def poison_sinks(llm: Any, block: int) -> None:
                 pages[block, :, start : start + 64 * 4] = 0xFF
 
 
-def test_prefix_hit_reads_its_sinks_in_bf16(oscar: Start, held_out: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 shared tokens hit 512, and the sinks among them are read in BF16 (their INT2 rows are poisoned).
-
-    The recent tokens of a hit have no BF16 copies, so it is to a cold run what a cache without a recent window is.
+def test_prefix_hit_is_near_to_a_cold_run(oscar: Start, held_out: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """640 tokens again hit 384, the sinks among them are read in BF16 (their INT2 rows are poisoned), and the last 256
+    tokens of the prompt are computed again: nearer to a cold run than a hit of 512 that reads those from INT2.
     """
     first_slots: list[int] = []
     forward = OscarImpl.forward
@@ -106,27 +106,22 @@ def test_prefix_hit_reads_its_sinks_in_bf16(oscar: Start, held_out: list[int], m
         return forward(self, layer, query, key, value, kv_cache, metadata, *rest, **more)
 
     monkeypatch.setattr(OscarImpl, "forward", spy)
-    sampling = greedy(8, logprobs=20)
-    starts = range(0, 20_000, 5_000)
-    prefixes = [held_out[start : start + 600] for start in starts]
-    prompts = [prefix + held_out[start + 3_000 : start + 3_040] for prefix, start in zip(prefixes, starts, strict=True)]
-    options = {"dtype": "float16", "max_num_batched_tokens": 256}
-    with oscar({"recent": 0}, **options) as llm:
-        bare = [llm.generate(tokens(prompt), sampling, use_tqdm=False)[0] for prompt in prompts]
-    hits, without_recent = [], []
-    with oscar(**options) as llm:
-        for prefix, prompt, other in zip(prefixes, prompts, bare, strict=True):
-            cold = llm.generate(tokens(prompt), sampling, use_tqdm=False)[0]
-            without_recent.append(distance(cold, other))
-            llm.reset_prefix_cache()
+    sampling = greedy(1, logprobs=20)
+    distances: dict[int, list[float]] = {512: [], 384: []}
+    with oscar(dtype="float16") as llm:
+        for start in range(0, 32_000, 4_000):
+            prompt = tokens(held_out[start : start + 640])
             first_slots.clear()
-            llm.generate(tokens(prefix + held_out[1_000:1_020]), sampling, use_tqdm=False)
+            cold = llm.generate(prompt, sampling, use_tqdm=False)[0]
             poison_sinks(llm, first_slots[0] // PAGE_TOKENS)
-            hit = llm.generate(tokens(prompt), sampling, use_tqdm=False)[0]
-            assert hit.num_cached_tokens == 512
-            hits.append(distance(cold, hit))
+            for cached, refreshed in ((512, 0), (384, window.REFRESHED_HIT)):
+                with monkeypatch.context() as patch:
+                    patch.setattr(window, "REFRESHED_HIT", refreshed)
+                    hit = llm.generate(prompt, sampling, use_tqdm=False)[0]
+                assert hit.num_cached_tokens == cached
+                distances[cached].append(distance(cold, hit))
             llm.reset_prefix_cache()
-    assert sum(hits) <= 2 * sum(without_recent), (hits, without_recent)
+    assert sum(distances[384]) <= 0.75 * sum(distances[512]), distances
 
 
 def test_poisoned_sinks_would_show(oscar: Start, held_out: list[int]) -> None:
@@ -137,7 +132,7 @@ def test_poisoned_sinks_would_show(oscar: Start, held_out: list[int]) -> None:
         for block in range(1, 64):
             poison_sinks(llm, block)
         output = llm.generate(tokens(prompt), greedy(1, logprobs=5), use_tqdm=False)[0]
-        assert output.num_cached_tokens == 512
+        assert output.num_cached_tokens == 384
         assert any(value != value for value in first_logprobs(output).values())
 
 
