@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Query columns: the (token, head of the group) pairs of one KV head that one program attends for."""
+"""What every item of the decode kernel begins with: its query columns, and the wait for their operands."""
 
 import triton
 import triton.language as tl
@@ -21,3 +21,21 @@ def await_queries():
     """
     gdc_wait()
     gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(base, BYTES: tl.constexpr, LANES: tl.constexpr):
+    """Ask for (up to 128 * LANES of) the BYTES from ``base`` on: the first reads then overlap with the wait.
+
+    The launch before may still write there: the L2 cache is where its stores go, so nothing stale is kept.
+    """
+    LINE: tl.constexpr = 128
+    line = tl.minimum(tl.arange(0, LANES), BYTES // LINE - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [base.to(tl.uint64) + LINE * line.to(tl.uint64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS
-from oscar_vllm.kernels.decode.columns import await_queries, column_limits
+from oscar_vllm.kernels.decode.columns import await_queries, column_limits, prefetch_l2
 from oscar_vllm.kernels.decode.plan import in_window
 from oscar_vllm.kernels.decode.unpack import key_field, meta_minimum, meta_scale, value_field
 
@@ -214,6 +214,7 @@ def history_item(
     block = tl.load(table + lo // PER_PAGE)
     limit = column_limits(n, first_column, length, new, group, columns)
     if PDL:
+        prefetch_l2(pages + block.to(tl.int64) * stride_block, PAGE * (D // 2 + 8), 64 if D == 64 else 128)
         await_queries()
     q_sum = tl.load(factors + n, mask=n < columns, other=0.0)
     to_log2 = tl.load(factors + N + n, mask=n < columns, other=0.0)

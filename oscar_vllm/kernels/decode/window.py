@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from oscar_vllm.cache.layout import WINDOW_TOKENS
-from oscar_vllm.kernels.decode.columns import await_queries, column_limits
+from oscar_vllm.kernels.decode.columns import await_queries, column_limits, prefetch_l2
 from oscar_vllm.kernels.decode.plan import in_window, window_blocks
 
 _BLOCK = tl.constexpr(WINDOW_TOKENS)
@@ -70,6 +70,7 @@ def window_item(
     limit = column_limits(n, first_column, length, new, group, columns)
     real = (n < columns)[None, :]
     if PDL:
+        prefetch_l2(window + entry.to(tl.int64) * stride_block, _BLOCK * 4 * D, D // 2)
         await_queries()
     q_high = tl.load(halves + n[None, :] * D + d[:, None], mask=real, other=0.0)
     q_low = tl.load(halves + (n[None, :] + N) * D + d[:, None], mask=real, other=0.0)

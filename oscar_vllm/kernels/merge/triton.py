@@ -16,9 +16,6 @@ from oscar_vllm.kernels.merge.row import merge_row_kernel
 from oscar_vllm.kernels.rows_triton import processor_count
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
-_ROW_CHANNELS = 64
-_ROW_SPLITS = 64
-
 
 @triton.jit
 def _repeat(x, ROWS: tl.constexpr, PARTS: tl.constexpr):
@@ -181,7 +178,10 @@ def merge_triton(
     processors = processor_count(out.device)
     # With few rows each gets programs of its own; beyond that their copies of the matrix cost more than they gain.
     if rows * heads <= processors and requests <= REQUESTS.value:
-        _merge_rows(partials, view, recipe, out, lse)
+        _merge_rows(partials, view, recipe, out, lse, 64, 64 if dim <= 128 else 32)
+        return
+    if rows * heads <= 2 * processors and requests <= REQUESTS.value and dim <= 128:
+        _merge_rows(partials, view, recipe, out, lse, dim, 16)
         return
     # The fewer rows, the more splits each has: threads that are not needed for rows share the splits.
     per_processor = cdiv(rows * heads, processors)
@@ -211,16 +211,21 @@ def _shared(
 
 
 def _merge_rows(
-    partials: Partials, view: CacheView, recipe: LayerRecipe, out: torch.Tensor, lse: torch.Tensor | None
+    partials: Partials,
+    view: CacheView,
+    recipe: LayerRecipe,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    channels: int,
+    splits: int,
 ) -> None:
-    """:func:`merge_triton` for few rows: as many programs as possible, one row and some of its channels each."""
+    """:func:`merge_triton` for few rows: a program for ``channels`` of one row, ``splits`` partials at a time."""
     plan = partials.plan
     heads = recipe.output.shape[0]
     dim = out.shape[2]
     requests = view.seq_lens.shape[0]
-    channels = min(dim, _ROW_CHANNELS)
     _merge_row(
         (requests * plan.group * plan.max_query_len, heads, dim // channels),
-        *_shared(partials, view, recipe, out, lse), _ROW_SPLITS if dim <= 128 else 32, channels,
+        *_shared(partials, view, recipe, out, lse), splits, channels,
         lse is not None, use_dependent_launch(out.device), num_warps=8, **dependent_launch(out.device),
     )  # fmt: skip
