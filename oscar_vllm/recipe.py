@@ -89,7 +89,7 @@ class OscarRecipe:
     def layer(self, index: int, device: torch.device | str = "cpu", heads: slice = slice(None)) -> LayerRecipe:
         """One layer's share on a device; ``heads`` picks the KV heads of a tensor-parallel rank."""
         parts = {name: tensor[index, heads].to(device).contiguous() for name, tensor in self.tensors().items()}
-        return LayerRecipe(**parts, rounds=self.metadata.rounds)
+        return LayerRecipe(**parts, rounds=self.metadata.rounds, moments=self.metadata.start == "moments")
 
     def check_geometry(self, geometry: ModelGeometry) -> None:
         """Raise RecipeError unless the recipe was made for this geometry."""
@@ -101,7 +101,9 @@ class OscarRecipe:
 
     def content_hash(self) -> str:
         """16 hexadecimal digits over all tensors and metadata, less the diagnostics, which change nothing served."""
-        digest = hashlib.sha256(self.metadata.model_dump_json(exclude={"diagnostics"}).encode())
+        # A recipe from before there was a choice of the start keeps its hash.
+        exclude = {"diagnostics"} | ({"start"} if self.metadata.start == "range" else set())
+        digest = hashlib.sha256(self.metadata.model_dump_json(exclude=exclude).encode())
         for name, tensor in self.tensors().items():
             digest.update(name.encode())
             digest.update(tensor.contiguous().numpy().tobytes())

@@ -54,6 +54,8 @@ class RecipeMetadata(BaseModel):
     """Whether the means were calibrated; they are zero otherwise."""
     rounds: Annotated[int, Field(ge=0, le=16)]
     """Least-squares refits of scale and minimum to the codes when a row is written."""
+    start: Literal["range", "moments"] = "range"
+    """What scale and minimum of a row start from: its range after the clip, or its mean and standard deviation."""
     text_hash: str
     """Of the calibration text; empty without calibration."""
     tokens: Annotated[int, Field(ge=0)]

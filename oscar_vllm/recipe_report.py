@@ -33,7 +33,10 @@ def report(recipe: OscarRecipe, console: Console) -> None:
     centered = "centered" if data.centered else "NOT centered"
     tokens = f"calibrated on {data.tokens:,} tokens" if data.tokens else "not calibrated"
     console.print(f"Recipe {recipe.content_hash()[:12]} of {data.model} ({data.geometry})", soft_wrap=True)
-    console.print(f"method {data.method}, {tokens}, {centered}, {data.rounds} least-squares rounds", soft_wrap=True)
+    console.print(
+        f"method {data.method}, {tokens}, {centered}, {data.rounds} least-squares rounds from the {data.start}",
+        soft_wrap=True,
+    )
     for name in ("key", "value"):
         console.print(_table(recipe, name))
     if data.diagnostics is None:

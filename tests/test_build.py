@@ -32,7 +32,7 @@ def layer(seed: int, sampled: bool = True, weighted: bool = True) -> LayerCalibr
     weight = torch.randn(H, D, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return LayerCalibration(
         collect(activations(seed, 300)),
-        AttentionSample.take(q, k, v, D**-0.5) if sampled else None,
+        [AttentionSample.take(q, k, v, D**-0.5)] if sampled else [],
         weight @ weight.mT if weighted else None,
     )
 
@@ -105,7 +105,7 @@ def test_degenerate_heads_give_a_valid_recipe(kind: str) -> None:
         q, k, v = (x * (1e3 if kind == "huge" else 1e-6) for x in (q, k, v))
     statistics = LayerStatistics(H, D)
     statistics.update(q, k, v, attention(q, k, v)[1])
-    recipe = build([LayerCalibration(statistics, AttentionSample.take(q, k, v, D**-0.5))] * 2)
+    recipe = build([LayerCalibration(statistics, [AttentionSample.take(q, k, v, D**-0.5)])] * 2)
     for stored, restore in ((recipe.key, recipe.query.mT), (recipe.value, recipe.output)):
         assert (stored.double() @ restore.double() - torch.eye(D)).abs().max() < 1e-6
         assert torch.linalg.cond(stored.double()).max() <= 32 * (1 + 1e-4)
@@ -121,7 +121,7 @@ def test_ranks_join_to_the_recipe_of_one(tmp_path: Path) -> None:
         statistics = LayerStatistics(heads.stop - heads.start, D)
         statistics.update(q[:, queries], k[:, heads], v[:, heads], o[:, queries])
         sample = AttentionSample.take(q[:, queries], k[:, heads], v[:, heads], 1.0)
-        return LayerCalibration(statistics, sample, share * weight.expand(heads.stop - heads.start, D, D))
+        return LayerCalibration(statistics, [sample], share * weight.expand(heads.stop - heads.start, D, D))
 
     files = []
     for rank in range(4):
@@ -132,6 +132,9 @@ def test_ranks_join_to_the_recipe_of_one(tmp_path: Path) -> None:
     assert len(joined) == 2
     for name, expected in whole.state_dict().items():
         torch.testing.assert_close(joined[1].state_dict()[name], expected)
+    mute = LayerCalibration(layer(0).statistics)
+    with pytest.raises(ValueError, match=r"^The parts of a layer sampled different sequences; sample all ranks on one"):
+        LayerCalibration.join_heads([layer(0), mute])
 
 
 def test_statistics_that_cannot_make_a_recipe_are_refused() -> None:

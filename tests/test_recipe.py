@@ -143,7 +143,8 @@ def test_content_hash_sees_every_tensor_and_the_metadata(tmp_path: Path) -> None
         nudged.view(-1)[-1] *= 0.9999
         hashes.add(OscarRecipe.load(write(tmp_path / name, {name: nudged})).content_hash())
     hashes.add(OscarRecipe.load(write(tmp_path / "rounds", rounds="4")).content_hash())
-    assert len(hashes) == len(TENSORS) + 2
+    hashes.add(OscarRecipe.load(write(tmp_path / "start", start="moments")).content_hash())
+    assert len(hashes) == len(TENSORS) + 3
 
 
 def test_layer_and_heads() -> None:
@@ -152,9 +153,11 @@ def test_layer_and_heads() -> None:
     assert layer.key.shape == (1, D, D)
     assert torch.equal(layer.value_mean, recipe.value_mean[1, 1:2])
     assert torch.equal(layer.output, recipe.output[1, 1:])
-    assert all(tensor.is_contiguous() for tensor in layer[:-1])
-    assert layer.rounds == 3
+    assert all(part.is_contiguous() for part in layer if isinstance(part, torch.Tensor))
+    assert (layer.rounds, layer.moments) == (3, False)
     assert recipe.layer(0).key_clip.shape == (H,)
+    moments = OscarRecipe(**recipe.tensors(), metadata=metadata(start="moments"))
+    assert moments.layer(0).moments
 
 
 def test_hadamard_recipe(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from oscar_vllm.calibration.criterion import Criterion, restored_parts
 from oscar_vllm.calibration.sample import AttentionSample
-from oscar_vllm.calibration.search import Transform, search
+from oscar_vllm.calibration.search import Error, Transform, search
 from oscar_vllm.calibration.transforms import hadamard
 from oscar_vllm.kernels.write.reference import dequantize, quantize, transform_rows
 
@@ -121,16 +121,16 @@ def test_samples_of_ranks_join(join: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.75])
-@pytest.mark.parametrize("rounds", [0, 4])
-def test_parts_are_what_the_cache_gives_back(clip: float, rounds: int) -> None:
+@pytest.mark.parametrize(("rounds", "moments"), [(0, False), (4, False), (2, True)], ids=["range", "refit", "moments"])
+def test_parts_are_what_the_cache_gives_back(clip: float, rounds: int, moments: bool) -> None:
     rows = activations()[1]
     generator = torch.Generator().manual_seed(3)
     matrix = torch.eye(D) + 0.1 * torch.randn(H, D, D, generator=generator)
     inverse, mean = torch.linalg.inv(matrix), torch.randn(H, D, generator=generator)
-    middle, step = restored_parts(rows.transpose(0, 1), matrix, inverse, mean, clip, rounds)
+    middle, step = restored_parts(rows.transpose(0, 1), matrix, inverse, mean, clip, rounds, moments)
     for gain in (1.0, 1.2):
         codes, scale, minimum = quantize(
-            transform_rows(rows, matrix, mean), torch.full((H,), clip), torch.full((H,), gain), rounds
+            transform_rows(rows, matrix, mean), torch.full((H,), clip), torch.full((H,), gain), rounds, moments=moments
         )
         served = torch.bmm(dequantize(codes, scale, minimum).transpose(0, 1), inverse) + mean[:, None]
         torch.testing.assert_close(middle + gain * step, served, rtol=0, atol=2e-2)  # scales and minima are fp16
@@ -146,7 +146,7 @@ def test_search_keeps_the_best_of_every_head() -> None:
     criterion = Criterion(AttentionSample(sample.query, rows, rows, sample.position, SCALE))
     eye, H_ = (Transform(name, m.expand(H, D, D), m.expand(H, D, D)) for name, m in (("eye", torch.eye(D)), ("H", mix)))
     for error in (criterion.key_error, criterion.value_error):
-        choice = search(error, rows, torch.zeros(H, D), [eye, H_], published=eye, published_clip=0.9)
+        choice = search([error], [rows], torch.zeros(H, D), [eye, H_], published=eye, published_clip=0.9)
         assert choice.transform == ["eye", "H"]
         assert choice.gain.tolist() == [1.0, 1.0]
         assert choice.clip.tolist() == [1.0, 1.0]
@@ -161,14 +161,37 @@ def test_search_is_never_worse_than_its_candidates() -> None:
     transform = Transform("H", mix, mix)
     clips, gains = (1.0, 0.9), (0.9, 1.0, 1.1, 1.2)
     options = {"published": transform, "published_clip": 0.96, "clips": clips, "gains": gains}
-    choice = search(criterion.key_error, criterion.key, mean, [transform], **options)
+    choice = search([criterion.key_error], [criterion.key], mean, [transform], **options)
     for clip in clips:
         parts = restored_parts(criterion.key, mix, mix, mean, clip, 4)
         assert (choice.error <= criterion.key_error(*parts, torch.tensor(gains)) + 1e-9).all()
-    further = search(criterion.key_error, criterion.key, mean, [transform], overshoot=1, **options)
+    further = search([criterion.key_error], [criterion.key], mean, [transform], overshoot=1, **options)
     assert torch.equal(further.clip, choice.clip)
     at = [gains.index(pytest.approx(gain)) for gain in choice.gain.tolist()]
     assert further.gain.tolist() == pytest.approx([gains[min(index + 1, 3)] for index in at])
     assert (further.error >= choice.error).all()
     parts = restored_parts(criterion.key, mix, mix, mean, 0.96, 0)
     torch.testing.assert_close(choice.baseline, criterion.key_error(*parts, torch.ones(1))[0])
+
+
+def test_search_takes_the_mean_of_all_sequences() -> None:
+    """What is best for one of two sequences is not kept where it costs the other more."""
+    mix = hadamard(D).float().expand(H, D, D)
+    eye = torch.eye(D).expand(H, D, D)
+    transforms = [Transform("eye", eye, eye), Transform("H", mix, mix)]
+    rows = [torch.randn(H, T, D), torch.randn(H, T, D)]
+
+    def error(costs: dict[str, float]) -> Error:
+        def of(middle: torch.Tensor, step: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+            # The identity restores a row along one of its own axes; told apart by where two levels come back equal.
+            levels = max(len(row.unique()) for row in step[0, :3])
+            return torch.full((len(gains), H), costs["eye" if levels <= 4 else "H"])
+
+        return of
+
+    options = {"published": transforms[0], "published_clip": 0.96}
+    first, second = error({"eye": 1.0, "H": 2.0}), error({"eye": 9.0, "H": 3.0})
+    alone = search([first], rows[:1], torch.zeros(H, D), transforms, **options)
+    both = search([first, second], rows, torch.zeros(H, D), transforms, **options)
+    assert (alone.transform, alone.error.tolist()) == (["eye"] * H, [1.0] * H)
+    assert (both.transform, both.error.tolist(), both.baseline.tolist()) == (["H"] * H, [2.5] * H, [5.0] * H)

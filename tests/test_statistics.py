@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_cases import D, G, H, T, activations, attention, collect
 
-from oscar_vllm.calibration.statistics import LayerStatistics
+from oscar_vllm.calibration.statistics import BehindSinks, LayerStatistics
 from oscar_vllm.calibration.transforms import geometric_mean_transform, rotation
 
 
@@ -146,3 +146,17 @@ def test_attention_is_invariant_under_transform_and_centering(kind: str) -> None
     restored += statistics.value_mean.repeat_interleave(G, 0)
     torch.testing.assert_close(S_stored, S, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(restored, o, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("tokens", "sinks"), [(15, 0), (320, 20), (2048, 64)])
+def test_sinks_are_left_out(tokens: int, sinks: int) -> None:
+    q, k, v = activations(tokens=tokens)
+    output = attention(q, k, v)[1]
+    mine, other = (LayerStatistics(H, D) for _ in range(2))
+    for x in (k, v):
+        x[:sinks] *= 1000  # would show
+    BehindSinks(mine).update(q, k, v, output)
+    other.update(q[sinks:], k[sinks:], v[sinks:], output[sinks:])
+    assert mine.tokens == tokens - sinks
+    for name, tensor in mine.state_dict().items():
+        assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(other.state_dict()[name])), name

@@ -26,7 +26,7 @@ def warm_up(recipe: LayerRecipe, num_heads: int, dtype: torch.dtype, scale: floa
     """Run every kernel of a layer once on caches of its own, in the shapes that prefills with a context have."""
     heads, dim = recipe.key_mean.shape
     device = recipe.key_mean.device
-    shape = (heads, num_heads, dim, dtype, recipe.rounds, device)
+    shape = (heads, num_heads, dim, dtype, recipe.rounds, recipe.moments, device)
     if shape in _warm:
         return
     _warm.add(shape)

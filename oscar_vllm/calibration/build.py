@@ -8,7 +8,7 @@ from oscar_vllm.calibration.candidates import Method, candidates
 from oscar_vllm.calibration.criterion import Criterion
 from oscar_vllm.calibration.diagnostics import Side, diagnose
 from oscar_vllm.calibration.layer import LayerCalibration
-from oscar_vllm.calibration.search import KEY_OVERSHOOT, ROUNDS, Choice, Transform, search
+from oscar_vllm.calibration.search import KEY_OVERSHOOT, MOMENTS, ROUNDS, Choice, Transform, search
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.threads import one_thread
 from oscar_vllm.geometry import ModelGeometry
@@ -27,10 +27,10 @@ def build_recipe(
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> OscarRecipe:
-    """The transforms of ``method`` per layer and KV head, and the quantizer that is best on the held-out sample.
+    """The transforms of ``method`` per layer and KV head, and the quantizer that is best on the held-out samples.
 
     Args:
-        layers: one per layer, in order. Those without a sample get the published clips and no refit.
+        layers: one per layer, in order. Those without samples get the published clips and no refit.
         model: id or path, kept for messages.
         text_hash: of the calibration text.
         center: subtract the calibrated means of keys and values (exact: softmax ignores a vector common to all keys,
@@ -42,7 +42,7 @@ def build_recipe(
         RecipeError: no tokens, not one entry per layer, or activations that are not finite.
     """
     _check([layer.statistics for layer in layers], geometry)
-    searched = all(layer.sample is not None for layer in layers)
+    searched = all(layer.samples for layer in layers)
     keys: list[Side] = []
     values: list[Side] = []
     for layer in layers:
@@ -60,6 +60,7 @@ def build_recipe(
         method=method,
         centered=center,
         rounds=ROUNDS if searched else 0,
+        start="moments" if searched and MOMENTS else "range",
         text_hash=text_hash,
         tokens=statistics.tokens,
         diagnostics=diagnose(keys, values, _sample_tokens(layers) if searched else 0),
@@ -84,11 +85,11 @@ def _build_layer(
 ) -> tuple[Side, Side]:
     statistics = layer.statistics.to(device)
     found = candidates(statistics, layer.output_weight, method, center)
-    if searched and layer.sample is not None:
-        criterion = Criterion(layer.sample.to(device), layer.output_weight)
+    if searched:
+        criteria = [Criterion(sample.to(device), layer.output_weight) for sample in layer.samples]
         key = search(
-            criterion.key_error,
-            criterion.key,
+            [criterion.key_error for criterion in criteria],
+            [criterion.key for criterion in criteria],
             statistics.key_mean.float() * center,
             found.key,
             published=found.published_key,
@@ -96,8 +97,8 @@ def _build_layer(
             overshoot=KEY_OVERSHOOT,
         )
         value = search(
-            criterion.value_error,
-            criterion.value,
+            [criterion.value_error for criterion in criteria],
+            [criterion.value for criterion in criteria],
             statistics.value_mean.float() * center,
             found.value,
             published=found.published_value,
@@ -134,8 +135,7 @@ def _check(statistics: Sequence[LayerStatistics], geometry: ModelGeometry) -> No
 
 
 def _sample_tokens(layers: Sequence[LayerCalibration]) -> int:
-    sample = layers[0].sample
-    return 0 if sample is None else sample.key.shape[1]
+    return sum(sample.key.shape[1] for sample in layers[0].samples)
 
 
 def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from oscar_vllm.backend.recipes import cached_recipe_path
 from oscar_vllm.calibration.checkpoint import Checkpoint, Identity
 from oscar_vllm.calibration.layer import LayerCalibration, join_ranks
-from oscar_vllm.calibration.sample import SAMPLE_TOKENS
+from oscar_vllm.calibration.sample import SAMPLE_TOKENS, SAMPLES
 from oscar_vllm.calibration.text import text_hash
 from oscar_vllm.engine import cpu_options, engine
 from oscar_vllm.geometry import ModelGeometry
@@ -50,7 +50,8 @@ def collect(
 
     Args:
         model: a path or Hugging Face id that vLLM serves with full attention.
-        text: of at least ``tokens`` (and ``SAMPLE_TOKENS``, or one context, more with ``sample``) tokens.
+        text: of at least ``tokens`` tokens (with ``sample`` and ``SAMPLES`` sequences of ``SAMPLE_TOKENS``, or of one
+            context, more).
         tokens: how many tokens the statistics see.
         sample: also keep held-out attention for the search.
         resume: a folder that the sums are kept in, and that an interrupted calibration goes on from, or one that is to
@@ -64,7 +65,8 @@ def collect(
     """
     limit = engine_options.get("max_model_len") or _context(model)
     sequence = min(SEQUENCE_TOKENS, tokens, limit - 1)
-    held_out = min(SAMPLE_TOKENS, sequence) if sample else 0
+    piece = min(SAMPLE_TOKENS, sequence)
+    held_out = SAMPLES * piece if sample else 0
     options = {
         "attention_backend": "OSCAR",
         "additional_config": {"oscar": {"recipe": "hadamard"}},
@@ -105,8 +107,9 @@ def collect(
                 kept = time.monotonic()
         if held_out:
             llm.collective_rpc("oscar_start_sample")
-            _prefill(llm, ids[tokens:])
-            say("calibrating", tokens + held_out, tokens + held_out)
+            for start in range(tokens, tokens + held_out, piece):
+                _prefill(llm, ids[start : start + piece])
+                say("calibrating", start + piece, tokens + held_out)
         geometry = ModelGeometry.from_hf_config(llm.llm_engine.vllm_config.model_config.hf_text_config)
         with tempfile.TemporaryDirectory(prefix="oscar-calibration-") as folder:
             return Collected(geometry, join_ranks(llm.collective_rpc("oscar_save_statistics", args=(folder,))))

@@ -81,6 +81,7 @@ def restored_parts(
     mean: torch.Tensor,
     clip: float,
     rounds: int,
+    moments: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the cache gives back of rows, in two parts: ``middle + gain * step``, since a gain moves no code.
 
@@ -91,13 +92,16 @@ def restored_parts(
         mean: [H, D]
         clip: ratio of all heads.
         rounds: least-squares refits.
+        moments: what they start from.
 
     Returns:
         middle, step: [H, T, D] float32, in the space of ``rows``.
     """
     H = rows.shape[0]
     one = torch.ones(H, device=rows.device)
-    codes, scale, minimum = quantize(transform_rows(rows.transpose(0, 1), stored, mean), one * clip, one, rounds)
+    codes, scale, minimum = quantize(
+        transform_rows(rows.transpose(0, 1), stored, mean), one * clip, one, rounds, moments=moments
+    )
     scale, minimum = scale.float().T.unsqueeze(-1), minimum.float().T.unsqueeze(-1)  # [H, T, 1]
     step = (codes.transpose(0, 1) - 1.5) * scale
     # The middle is one number for a whole row: what it restores to is a multiple of the sum of the inverse's rows.

@@ -13,11 +13,11 @@ from oscar_vllm.calibration.statistics import LayerStatistics
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """One layer's statistics and held-out sample, of all its KV heads or of one rank's."""
+    """One layer's statistics and held-out samples, of all its KV heads or of one rank's."""
 
     statistics: LayerStatistics
-    sample: AttentionSample | None = None
-    """None: no search, the published clips."""
+    samples: Sequence[AttentionSample] = ()
+    """None at all: no search, the published clips."""
     output_weight: torch.Tensor | None = None
     """[H, D, D] W_o W_oᵀ of each KV head; None where it cannot be read, and then the identity is used."""
 
@@ -25,15 +25,15 @@ class LayerCalibration:
         """Tensors on the CPU, for ``torch.save``."""
         return {
             "statistics": self.statistics.state_dict(),
-            "sample": self.sample and self.sample.state_dict(),
+            "samples": [sample.state_dict() for sample in self.samples],
             "output_weight": None if self.output_weight is None else self.output_weight.cpu(),
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """The inverse of ``state_dict``."""
-        sample = state["sample"] and AttentionSample.from_state_dict(state["sample"])
-        return cls(LayerStatistics.from_state_dict(state["statistics"]), sample, state["output_weight"])
+        samples = [AttentionSample.from_state_dict(sample) for sample in state["samples"]]
+        return cls(LayerStatistics.from_state_dict(state["statistics"]), samples, state["output_weight"])
 
     @classmethod
     def join_heads(cls, parts: Sequence[Self]) -> Self:
@@ -44,7 +44,7 @@ class LayerCalibration:
         """
         return cls(
             LayerStatistics.join_heads([part.statistics for part in parts]),
-            _of_all([part.sample for part in parts], AttentionSample.join_heads),
+            _join_samples([part.samples for part in parts], AttentionSample.join_heads),
             _of_all([part.output_weight for part in parts], torch.cat),
         )
 
@@ -57,12 +57,25 @@ class LayerCalibration:
         """
         return cls(
             LayerStatistics.join_queries([part.statistics for part in parts]),
-            _of_all([part.sample for part in parts], AttentionSample.join_queries),
+            _join_samples([part.samples for part in parts], AttentionSample.join_queries),
             _of_all([part.output_weight for part in parts], lambda weights: torch.stack(weights).sum(0)),
         )
 
 
 T = TypeVar("T")
+
+
+def _join_samples(
+    parts: Sequence[Sequence[AttentionSample]], join: Callable[[Sequence[AttentionSample]], AttentionSample]
+) -> list[AttentionSample]:
+    """The samples of every sequence joined.
+
+    Raises:
+        ValueError: the parts sampled different numbers of sequences.
+    """
+    if len({len(samples) for samples in parts}) != 1:
+        raise ValueError("The parts of a layer sampled different sequences; sample all ranks on one text.")
+    return [join(same) for same in zip(*parts, strict=True)]
 
 
 def _of_all(parts: Sequence[T | None], join: Callable[[list[T]], T]) -> T | None:

@@ -35,7 +35,7 @@ def calibrate(
 
     Args:
         model: a path or Hugging Face id that vLLM serves with full attention.
-        text: calibration text; its first ``tokens`` tokens are used, and with ``search`` up to 1,024 more.
+        text: calibration text; its first ``tokens`` tokens are used, and with ``search`` up to 4,096 more.
         tokens: how many tokens to calibrate on.
         method: which transforms; "oscar" is the published rotation per KV head.
         center: subtract the calibrated means of keys and values.

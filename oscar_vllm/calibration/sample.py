@@ -6,6 +6,8 @@ from typing import Any, Self
 
 import torch
 
+SAMPLES = 4
+"""Sequences of a layer; one alone is too little to choose among quantizers that lie close together."""
 SAMPLE_TOKENS = 1024
 """Of one sequence; the memory of a sample does not depend on how many tokens are calibrated on."""
 QUERIES = 64
@@ -13,6 +15,11 @@ QUERIES = 64
 SINK, RECENT = 64, 256
 """Keys that a served query reads unquantized (the default windows); scaled down in sequences too short for them."""
 _TENSORS = ("query", "key", "value", "position")
+
+
+def sink_tokens(length: int) -> int:
+    """Tokens at the beginning of a sequence of ``length`` that calibration takes for sinks."""
+    return min(SINK, length // 16)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class AttentionSample:
     def history(self) -> torch.Tensor:
         """[N, T] bool: the keys that a served query of each position reads in two bits."""
         T = self.key.shape[1]
-        sink, recent = min(SINK, T // 16), min(RECENT, T // 4)
+        sink, recent = sink_tokens(T), min(RECENT, T // 4)
         keys, position = torch.arange(T), self.position.cpu()[:, None]
         return ((keys >= sink) & (keys <= position - recent)).to(self.key.device)
 
@@ -87,13 +94,12 @@ class AttentionSample:
 
 
 class SampleObserver:
-    """Takes the sample of the first prefill it sees."""
+    """Takes a sample of every prefill it sees."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
-        self.sample: AttentionSample | None = None
+        self.samples: list[AttentionSample] = []
 
     def update(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """As ``LayerStatistics.update``; the output is not needed."""
-        if self.sample is None:
-            self.sample = AttentionSample.take(query, key, value, self.scale)
+        self.samples.append(AttentionSample.take(query, key, value, self.scale))

@@ -5,6 +5,8 @@ from typing import Any, Self
 
 import torch
 
+from oscar_vllm.calibration.sample import sink_tokens
+
 _CHUNK = 512
 """Tokens multiplied at once; bounds the float64 copies to a few MB a tensor."""
 _GRAMS = ("query_gram", "output_gram", "key_gram", "value_gram")
@@ -154,6 +156,22 @@ class LayerStatistics:
         H, D = self.key_sum.shape
         x = x.to(self.key_sum.device, torch.float64)
         return x.reshape(x.shape[0], H, -1, D).transpose(0, 1).reshape(H, -1, D)
+
+
+class BehindSinks:
+    """Adds prefills to a layer's statistics without their sinks.
+
+    Served, the first tokens lie in a window of their own and are never quantized; and they are outliers (attention
+    dumps what it does not need on them), so that a few of them would bend the means and covariances of all others.
+    """
+
+    def __init__(self, statistics: LayerStatistics) -> None:
+        self.statistics = statistics
+
+    def update(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+        """As ``LayerStatistics.update``, of a whole prefill."""
+        first = sink_tokens(key.shape[0])
+        self.statistics.update(query[first:], key[first:], value[first:], output[first:])
 
 
 def _shifted(second_moment: torch.Tensor, first_moment: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from oscar_vllm.backend.attention import OscarImpl
 from oscar_vllm.calibration.layer import LayerCalibration
 from oscar_vllm.calibration.output_weights import output_gram
 from oscar_vllm.calibration.sample import SampleObserver
-from oscar_vllm.calibration.statistics import LayerStatistics
+from oscar_vllm.calibration.statistics import BehindSinks, LayerStatistics
 
 
 class CalibrationWorker:
@@ -48,7 +48,7 @@ class CalibrationWorker:
             for index, statistics in self.oscar_statistics.items():
                 statistics.merge(LayerStatistics.from_state_dict(saved[index]))
         for index, (_, impl) in layers.items():
-            impl.observer = self.oscar_statistics[index]
+            impl.observer = BehindSinks(self.oscar_statistics[index])
         return len(layers)
 
     def oscar_save_sums(self, folder: str) -> None:
@@ -62,7 +62,7 @@ class CalibrationWorker:
         return Path(folder) / f"layers-{min(self._attention_layers())}-rank-{get_tensor_model_parallel_rank()}.pt"
 
     def oscar_start_sample(self) -> None:
-        """Keep a sample of the next prefill; the statistics do not see it."""
+        """Keep a sample of every prefill from now on; the statistics do not see them."""
         for index, (_, impl) in self._attention_layers().items():
             self.oscar_samples[index] = impl.observer = SampleObserver(impl.scale)
 
@@ -82,11 +82,11 @@ class CalibrationWorker:
         for index, (name, impl) in layers.items():
             impl.observer = None
             observer = self.oscar_samples.get(index)
-            sample = observer.sample if observer else None
+            samples = observer.samples if observer else []
             dtype = self.vllm_config.model_config.dtype
             weight = None
-            if sample is not None:  # only a search reads the output weights
+            if samples:  # only a search reads the output weights
                 weight = output_gram(modules, name, impl.num_kv_heads, impl.num_heads, impl.head_size, dtype)
-            states[index] = LayerCalibration(self.oscar_statistics[index], sample, weight).state_dict()
+            states[index] = LayerCalibration(self.oscar_statistics[index], samples, weight).state_dict()
         torch.save({"first_head": rank * total // ranks, "layers": states}, path)
         return str(path)

@@ -34,7 +34,9 @@ class LayerRecipe(NamedTuple):
     value_gain: torch.Tensor
     """[H]"""
     rounds: int
-    """Least-squares refits of scale and minimum to the codes (0 = plain min/max after the clip)."""
+    """Least-squares refits of scale and minimum to the codes (0 = as they start)."""
+    moments: bool = False
+    """Scale and minimum start from a row's mean and standard deviation, not from its range after the clip."""
 
 
 class CacheView(NamedTuple):

@@ -25,7 +25,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def _variant(item: pytest.Item) -> str:
     """The same for tests that run the same compiled kernels, as far as their parameters tell."""
     params: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
-    kinds = [f"{name}={params[name]}" for name in ("dim", "dtype", "rounds", "centered") if name in params]
+    kinds = [f"{name}={params[name]}" for name in ("dim", "dtype", "rounds", "moments", "centered") if name in params]
     group, new = params.get("group"), params.get("new")
     if isinstance(group, int) or isinstance(new, int):
         columns = (group if isinstance(group, int) else 2) * (new if isinstance(new, int) else 1)

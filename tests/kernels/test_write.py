@@ -13,11 +13,20 @@ from oscar_vllm.kernels.write.reference import write_reference
 
 DTYPES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
 QUANTIZERS = [
-    pytest.param(0, 1.0, 1.0, id="minmax"),
-    pytest.param(0, 0.96, 1.0, id="clip96"),
-    pytest.param(0, 0.5, 1.0, id="clip50"),
-    pytest.param(4, 1.0, 1.09, id="refit"),
-    pytest.param(4, 0.92, 1.05, id="refit-clip92"),
+    pytest.param(0, False, 1.0, 1.0, id="minmax"),
+    pytest.param(0, False, 0.96, 1.0, id="clip96"),
+    pytest.param(0, False, 0.5, 1.0, id="clip50"),
+    pytest.param(4, False, 1.0, 1.09, id="refit"),
+    pytest.param(4, False, 0.92, 1.05, id="refit-clip92"),
+    pytest.param(0, True, 0.92, 1.05, id="moments-clip92"),
+    pytest.param(2, True, 1.0, 1.09, id="moments-refit"),
+    pytest.param(2, True, 0.96, 1.05, id="moments-refit-clip96"),
+]
+STARTS = [
+    pytest.param(0, False, id="range"),
+    pytest.param(4, False, id="range-refit"),
+    pytest.param(0, True, id="moments"),
+    pytest.param(2, True, id="moments-refit"),
 ]
 
 
@@ -43,13 +52,19 @@ class Tokens(NamedTuple):
 
 
 def recipe_of(
-    heads: int, dim: int, rounds: int = 0, clip: float = 1.0, gain: float = 1.0, device: str = "cpu"
+    heads: int,
+    dim: int,
+    rounds: int = 0,
+    clip: float = 1.0,
+    gain: float = 1.0,
+    device: str = "cpu",
+    moments: bool = False,
 ) -> LayerRecipe:
     recipe = random_recipe(heads, dim, torch.Generator().manual_seed(torch.seed() % (1 << 62)))
     full = torch.full((heads,), clip)
     # one head without a clip beside heads with one
     full[-1] = 1.0 if heads > 1 else clip
-    recipe = recipe._replace(key_clip=full, value_clip=full.clone(), rounds=rounds)
+    recipe = recipe._replace(key_clip=full, value_clip=full.clone(), rounds=rounds, moments=moments)
     recipe = recipe._replace(key_gain=torch.full((heads,), gain), value_gain=torch.full((heads,), gain))
     return LayerRecipe(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in recipe))
 
@@ -161,7 +176,7 @@ def check_against_twin(tokens: Tokens) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rounds", "clip", "gain"), QUANTIZERS)
+@pytest.mark.parametrize(("rounds", "moments", "clip", "gain"), QUANTIZERS)
 @pytest.mark.parametrize(
     ("tokens", "heads", "dim"),
     [
@@ -172,22 +187,30 @@ def check_against_twin(tokens: Tokens) -> None:
     ],
 )
 def test_codes_scales_and_windows_match_the_twin(
-    device: str, tokens: int, heads: int, dim: int, rounds: int, clip: float, gain: float, dtype: torch.dtype
+    device: str,
+    tokens: int,
+    heads: int,
+    dim: int,
+    rounds: int,
+    moments: bool,
+    clip: float,
+    gain: float,
+    dtype: torch.dtype,
 ) -> None:
-    recipe = recipe_of(heads, dim, rounds, clip, gain, device)
+    recipe = recipe_of(heads, dim, rounds, clip, gain, device, moments)
     check_against_twin(step(tokens, heads, dim, recipe, dtype, device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rounds", "clip", "gain"), QUANTIZERS)
+@pytest.mark.parametrize(("rounds", "moments", "clip", "gain"), QUANTIZERS)
 @pytest.mark.parametrize(
     ("tokens", "heads", "dim"), [(4097, 8, 128), (4097, 3, 64), (1000, 2, 256), (63, 8, 128), (9000, 1, 128)]
 )
 def test_large_steps_match_the_twin(
-    tokens: int, heads: int, dim: int, rounds: int, clip: float, gain: float, dtype: torch.dtype
+    tokens: int, heads: int, dim: int, rounds: int, moments: bool, clip: float, gain: float, dtype: torch.dtype
 ) -> None:
-    recipe = recipe_of(heads, dim, rounds, clip, gain, "cuda")
+    recipe = recipe_of(heads, dim, rounds, clip, gain, "cuda", moments)
     check_against_twin(step(tokens, heads, dim, recipe, dtype, "cuda"))
 
 
@@ -235,10 +258,10 @@ def test_padded_strides(device: str) -> None:
     assert (storage[:, -64:] == 255).all()
 
 
-@pytest.mark.parametrize("rounds", [0, 4])
+@pytest.mark.parametrize(("rounds", "moments"), STARTS)
 @pytest.mark.parametrize("clip", [1.0, 0.9])
-def test_rows_that_are_not_finite_read_as_nan_alone(device: str, rounds: int, clip: float) -> None:
-    tokens = step(20, 1, 64, recipe_of(1, 64, rounds, clip, device=device), device=device, skip=False)
+def test_rows_that_are_not_finite_read_as_nan_alone(device: str, rounds: int, moments: bool, clip: float) -> None:
+    tokens = step(20, 1, 64, recipe_of(1, 64, rounds, clip, device=device, moments=moments), device=device, skip=False)
     bad = {3: float("nan"), 8: float("inf"), 13: float("-inf")}
     for row, x in bad.items():
         tokens.key[row, 0, 5] = x
@@ -252,13 +275,13 @@ def test_rows_that_are_not_finite_read_as_nan_alone(device: str, rounds: int, cl
                 assert (codes[row, kind] == 0).all()
 
 
-@pytest.mark.parametrize("rounds", [0, 4])
+@pytest.mark.parametrize(("rounds", "moments"), STARTS)
 @pytest.mark.parametrize("clip", [1.0, 0.92])
-def test_rows_that_are_constant_tiny_or_huge(device: str, rounds: int, clip: float) -> None:
+def test_rows_that_are_constant_tiny_or_huge(device: str, rounds: int, moments: bool, clip: float) -> None:
     """Identity transform, so that the stored row is known."""
     dim = 64
     eye = torch.eye(dim, device=device)[None].contiguous()
-    recipe = recipe_of(1, dim, rounds, clip, device=device)._replace(
+    recipe = recipe_of(1, dim, rounds, clip, device=device, moments=moments)._replace(
         key=eye, value=eye, key_mean=torch.zeros(1, dim, device=device), value_mean=torch.zeros(1, dim, device=device)
     )
     tokens = step(6, 1, dim, recipe, device=device, skip=False)

@@ -10,12 +10,14 @@ from safetensors import safe_open
 from oscar_vllm.calibration.build import build_recipe
 from oscar_vllm.calibration.collect import CalibrationError, Collected, collect
 from oscar_vllm.calibration.run import add_means
+from oscar_vllm.calibration.sample import SAMPLES
 from oscar_vllm.calibration.text import default_text
 from oscar_vllm.recipe import OscarRecipe
 
 from .conftest import in_process
 
 TOKENS = 600  # a whole prompt and a short one
+BEHIND_SINKS = TOKENS - 32 - 5
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +30,15 @@ def test_every_layer_is_seen_whole(collected: Collected) -> None:
     geometry = collected.geometry
     assert len(collected.layers) == geometry.num_layers
     for layer in collected.layers:
-        assert layer.statistics.tokens == TOKENS
-        assert layer.statistics.rows == TOKENS * geometry.group
-        assert layer.sample is not None
-        assert layer.sample.key.shape[::2] == (geometry.num_kv_heads, geometry.head_size)
-        assert layer.sample.query.shape[:2] == (geometry.num_kv_heads, geometry.group)
-        assert layer.sample.scale == pytest.approx(geometry.head_size**-0.5)
+        assert layer.statistics.tokens == BEHIND_SINKS
+        assert layer.statistics.rows == BEHIND_SINKS * geometry.group
+        assert len(layer.samples) == SAMPLES
+        for sample in layer.samples:
+            assert sample.key.shape == (geometry.num_kv_heads, 512, geometry.head_size)
+            assert sample.query.shape[:2] == (geometry.num_kv_heads, geometry.group)
+            assert sample.scale == pytest.approx(geometry.head_size**-0.5)
+        first, second = layer.samples[:2]
+        assert not torch.equal(first.key, second.key)
 
 
 def test_output_weights_are_those_of_the_checkpoint(collected: Collected, model: str) -> None:
@@ -78,7 +83,7 @@ def test_means_alone(collected: Collected, model: str, tmp_path: Path) -> None:
 def test_a_text_that_is_too_short(model: str) -> None:
     with (
         in_process(),
-        pytest.raises(CalibrationError, match=r"^The calibration text has \d+ tokens and 512 are needed \(256 of"),
+        pytest.raises(CalibrationError, match=r"^The calibration text has \d+ tokens and 1280 are needed \(1024 of"),
     ):
         collect(model, text="too short", tokens=256)
 
@@ -110,6 +115,6 @@ def test_an_interrupted_calibration_goes_on_to_the_same_sums(model: str, tmp_pat
     assert prompts == 0  # the first 512 tokens were not computed again
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["state.json", "tokens-768"]
     for mine, other in zip(resumed.layers, whole.layers, strict=True):
-        assert mine.statistics.tokens == 900
+        assert mine.statistics.tokens == 900 - 3 * 16 - 8
         for name in ("query_gram", "output_gram", "key_gram", "value_gram", "key_sum", "value_sum", "output_sum"):
             assert torch.equal(getattr(mine.statistics, name), getattr(other.statistics, name)), name

@@ -141,7 +141,7 @@ def _prepare_kernel(
     history_block, history_head, window_block, window_head, window_row,
     D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, K: tl.constexpr, TRANSFORM: tl.constexpr,
     WRITE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CODES: tl.constexpr, META: tl.constexpr,
-    ROUNDS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    ROUNDS: tl.constexpr, MOMENTS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs below ``query_programs`` take M query rows of a head, those above one tile of new tokens each."""
     program = tl.program_id(0)
@@ -158,7 +158,7 @@ def _prepare_kernel(
             key_token, key_head, value_token, value_head,
             history_block, history_head, window_block, window_head, window_row,
             program % (2 * heads), program // (2 * heads), tl.cdiv(tokens, ROWS),
-            D, PAGE, WINDOW, CODES, META, ROUNDS, ROWS, ASM, K, PDL,
+            D, PAGE, WINDOW, CODES, META, ROUNDS, MOMENTS, ROWS, ASM, K, PDL,
         )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def prepare(
         view.window.stride(0), view.window.stride(1), view.window.stride(2),
         dim, n, 16, dim if dim <= 128 else 64, transform is not None,
         new is not None, PAGE_TOKENS, WINDOW_TOKENS, layout.value_codes, layout.key_meta,
-        0 if new is None else new.recipe.rounds, _WRITE_ROWS, INLINE_PTX,
+        0 if new is None else new.recipe.rounds, new is not None and new.recipe.moments, _WRITE_ROWS, INLINE_PTX,
         use_dependent_launch(device), num_warps=_WARPS, num_stages=1, **dependent_launch(device),
     )  # fmt: skip
     return Operands(codes, halves, factors)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a small float32 to an integer in the low bits
+STEP = tl.constexpr(0.95)  # as in the twin
+OUTLYING = tl.constexpr(9.0)
 MAGIC_WORD = tl.constexpr(0x3C400000)  # sixteen MAGICs in a word of codes, modulo 2^32
 HALF_UP = tl.constexpr(1.2e-7)  # of a third of a code: ties round up as floor(x + 0.5) does
 HALF_MAX = tl.constexpr(65504.0)
@@ -144,7 +146,20 @@ def _refit(x0, x1, x2, x3, total, scale, minimum, D: tl.constexpr, ASM: tl.const
 
 
 @triton.jit
-def quantize_rows(x0, x1, x2, x3, clip, gain, most, D: tl.constexpr, ROUNDS: tl.constexpr, ASM: tl.constexpr):
+def _moments(x0, x1, x2, x3, total, span, D: tl.constexpr):
+    """Scale and minimum [ROWS] about the mean of rows >= 0 of range ``span``, or the range's where that is wide."""
+    mean = total * (1.0 / D)
+    squares = tl.sum(tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0))), 1)
+    deviation = tl.sqrt(tl.maximum(squares * (1.0 / D) - mean * mean, 0.0))
+    close = (span < OUTLYING * deviation) & (deviation < float("inf"))
+    step = STEP * deviation
+    return tl.where(close, step, span * (1.0 / 3.0)), tl.where(close, mean - 1.5 * step, 0.0)
+
+
+@triton.jit
+def quantize_rows(
+    x0, x1, x2, x3, clip, gain, most, D: tl.constexpr, ROUNDS: tl.constexpr, MOMENTS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """Codes, scale and minimum of rows held as four quarters [ROWS, D/4] float32 (channels 4k, 4k + 1, ...).
 
     A scale that would end up above ``most`` is cut to it about the middle of its levels, and codes follow.
@@ -156,7 +171,7 @@ def quantize_rows(x0, x1, x2, x3, clip, gain, most, D: tl.constexpr, ROUNDS: tl.
         limit = _rank_from_top(x0, x1, x2, x3, tl.maximum(-low, high), D, rank)
         low = tl.maximum(low, -limit)
         high = tl.minimum(high, limit)
-        if ROUNDS > 0:
+        if ROUNDS > 0 or MOMENTS:
             x0 = tl.maximum(tl.minimum(x0, limit[:, None]), -limit[:, None])
             x1 = tl.maximum(tl.minimum(x1, limit[:, None]), -limit[:, None])
             x2 = tl.maximum(tl.minimum(x2, limit[:, None]), -limit[:, None])
@@ -167,8 +182,11 @@ def quantize_rows(x0, x1, x2, x3, clip, gain, most, D: tl.constexpr, ROUNDS: tl.
     x2 -= low[:, None]
     x3 -= low[:, None]
     total = _sum4(x0, x1, x2, x3)
-    scale = (high - low) * (1.0 / 3.0)
-    minimum = tl.zeros_like(scale)
+    if MOMENTS:
+        scale, minimum = _moments(x0, x1, x2, x3, total, high - low, D)
+    else:
+        scale = (high - low) * (1.0 / 3.0)
+        minimum = tl.zeros_like(scale)
     for _ in range(ROUNDS):
         scale, minimum = _refit(x0, x1, x2, x3, total, scale, minimum, D, ASM)
     wide = scale * gain > most

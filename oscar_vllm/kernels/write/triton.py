@@ -24,8 +24,8 @@ def write_tiles(
     key_token, key_head, value_token, value_head,
     history_block, history_head, window_block, window_head, window_row, pair, first, step,
     D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CODES: tl.constexpr,
-    META: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    META: tl.constexpr, ROUNDS: tl.constexpr, MOMENTS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """K (pair = 2 * head) or V (2 * head + 1) of the tiles of ROWS tokens first, first + step, and so on."""
     head = (pair // 2).to(tl.int64)
@@ -82,7 +82,7 @@ def write_tiles(
         even, odd = tl.split(tl.reshape(product, (ROWS, D // 4, 2, 2)))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
-        c0, c1, c2, c3, scale, minimum = quantize_rows(x0, x1, x2, x3, clip, gain, most, D, ROUNDS, ASM)
+        c0, c1, c2, c3, scale, minimum = quantize_rows(x0, x1, x2, x3, clip, gain, most, D, ROUNDS, MOMENTS, ASM)
         words = pack_quarters(c0, c1, c2, c3, ROWS, D)
         page = history + (slot // PAGE) * history_block + head * history_head
         inside = (slot % PAGE).to(tl.int32)
@@ -99,7 +99,8 @@ def _write_kernel(
     key_token, key_head, value_token, value_head,
     history_block, history_head, window_block, window_head, window_row,
     D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CODES: tl.constexpr,
-    META: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr,
+    META: tl.constexpr, ROUNDS: tl.constexpr, MOMENTS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program axis 0 is K and V of every head in turn; axis 1 shares the tiles of ROWS tokens."""
     write_tiles(
@@ -107,7 +108,7 @@ def _write_kernel(
         key_token, key_head, value_token, value_head,
         history_block, history_head, window_block, window_head, window_row,
         tl.program_id(0), tl.program_id(1), tl.num_programs(1),
-        D, PAGE, WINDOW, CODES, META, ROUNDS, ROWS, ASM, BLOCK, False,
+        D, PAGE, WINDOW, CODES, META, ROUNDS, MOMENTS, ROWS, ASM, BLOCK, False,
     )  # fmt: skip
 
 
@@ -157,6 +158,6 @@ def write_triton(
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         history.stride(0), history.stride(1), window.stride(0), window.stride(1), window.stride(2),
         dim, PAGE_TOKENS, WINDOW_TOKENS, layout.value_codes, layout.key_meta,
-        recipe.rounds, rows, INLINE_PTX, dim if dim <= 128 else 64,
+        recipe.rounds, recipe.moments, rows, INLINE_PTX, dim if dim <= 128 else 64,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
