@@ -192,6 +192,31 @@ def flash(shape: Shape, fp8: bool) -> Calls:
     return [one() for _ in range(sets_for(shape.flash_bytes // (2 if fp8 else 1)))]
 
 
+def split_k_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, scale: float, *, partial: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """xformers' Triton split-K attention, called past its dispatcher.
+
+    The dispatcher refuses wherever xformers' C++ extensions do not load, which this operator does not use.
+
+    Args:
+        query, key, value: [1, tokens, H, G, D] as xformers takes them.
+        bias: xformers' mask.
+        scale: softmax scale.
+        partial: also return the log-sum-exp, and the output in float32.
+
+    Returns:
+        Output [1, tokens, H, G, D] and natural log-sum-exp [1, H, G, tokens], or None without ``partial``.
+    """
+    from xformers.ops import fmha
+
+    inputs = fmha.Inputs(query=query, key=key, value=value, attn_bias=bias, scale=scale, is_partial=partial)
+    inputs.validate_inputs()
+    inputs.normalize_bmhk()
+    out, context = fmha.triton_splitk.FwOp.apply(inputs, needs_gradient=partial)
+    return out, context.lse if partial else None
+
+
 def xformers_split_k(shape: Shape) -> Calls:
     """xformers' Triton split-K decode over a contiguous BF16 cache (no cache write: it has none)."""
     try:
@@ -210,7 +235,7 @@ def xformers_split_k(shape: Shape) -> Calls:
         query = _fresh(shape)[0].view(1, shape.batch, shape.heads, group, shape.dim)
 
         def call() -> None:
-            fmha.memory_efficient_attention_forward(query, key, value, bias, op=fmha.triton_splitk.FwOp)
+            split_k_attention(query, key, value, bias, shape.dim**-0.5, partial=False)
 
         return call
 

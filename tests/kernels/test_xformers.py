@@ -6,6 +6,7 @@ import pytest
 import torch
 from caches import Case, random_case, relative_error
 
+from oscar_vllm.bench.contenders import split_k_attention
 from oscar_vllm.kernels.decode.triton import decode_triton
 from oscar_vllm.kernels.merge.triton import merge_triton
 
@@ -37,9 +38,8 @@ def partial(
     bias = fmha.attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
         q_seqlen=new, kv_padding=padding, kv_seqlen=lengths, device="cuda"
     )
-    out, lse = fmha.memory_efficient_attention_partial(
-        query, key, value, bias, scale=case.scale, op=fmha.triton_splitk.FwOp
-    )
+    out, lse = split_k_attention(query, key, value, bias, case.scale, partial=True)
+    assert lse is not None
     return out[0].flatten(1, 2), lse[0].permute(2, 0, 1).flatten(1, 2)
 
 
