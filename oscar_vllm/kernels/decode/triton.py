@@ -29,6 +29,8 @@ from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 BLOCK = tl.constexpr(WINDOW_TOKENS)
 COST_BYTES = 512
+SMALL_TILES = False
+"""Whether programs with few query columns take half tiles: a third fewer registers, and half as many more programs."""
 # Numbers of models and batches: one binary a head size and dtype serves them all.
 _UNSPECIALIZED = [
     "requests", "programs", "table_stride", "window_table_stride", "window_width",
@@ -171,13 +173,20 @@ class _Shape:
         self.ratio = 2 if head_size == 64 else 1
         self.columns_pad = 8 if columns <= 8 else 16
         wide = self.columns_pad == 16 or head_size == 256
-        self.rows = (64 if wide else 128) // self.ratio
+        small = SMALL_TILES and not wide
+        self.rows = (64 if wide or small else 128) // self.ratio
         # One warp has registers enough for everything but wide heads with many columns.
         self.warps = 2 if self.columns_pad == 16 and head_size == 256 else 1
         self.stages = 3
         self.window_stages = 2
-        # With about 250 registers a thread, each quarter of a multiprocessor holds two warps: one wave is this many.
-        self.programs_per_processor = 8 // self.warps
+        # A quarter of a multiprocessor holds two warps of up to 255 registers a thread, or three of up to 168.
+        self.registers = 168 if small else 255
+        self.programs_per_processor = (12 if small else 8) // self.warps
+
+
+def _limit(registers: int, device: torch.device) -> dict[str, int]:
+    """Launch options that hold a kernel to so many registers a thread (255 is what every kernel may take)."""
+    return {"maxnreg": registers} if registers < 255 and use_inline_ptx(device) else {}
 
 
 @cache
@@ -260,7 +269,7 @@ def decode_triton(
         plan.tile_cost, plan.block_cost, plan.item_cost, plan.min_chunk,
         shape.stages, shape.window_stages, requests > REQUESTS.value,
         use_inline_ptx(query.device), query.device.type == "cpu", use_dependent_launch(query.device),
-        num_warps=shape.warps, **dependent_launch(query.device),
+        num_warps=shape.warps, **_limit(shape.registers, query.device), **dependent_launch(query.device),
     )  # fmt: skip
     return Partials(output, lse, plan)
 
