@@ -151,11 +151,13 @@ def check_against_twin(tokens: Tokens) -> None:
     codes, scale, minimum = stored_rows(got.history, live, dim)
     twin_codes, twin_scale, twin_minimum = stored_rows(want.history, live, dim)
     assert (codes - twin_codes).abs().max() <= 1
-    assert (codes != twin_codes).sum() <= max(4, 1e-4 * codes.numel())
-    # A code that flips in an early round of the refit moves a row's scale even where the last codes agree.
+    flips = max(4, 1e-4 * codes.numel())
+    assert (codes != twin_codes).sum() <= flips
+    # A code that flips in an early round of the refit moves its row's scale even where the last codes agree: what the
+    # float32 of the transform decides is again a code, so the number of codes sets the bound, not the number of rows.
     for mine, twin in ((scale, twin_scale), (minimum, twin_minimum)):
         close = (mine - twin).abs() <= 2e-3 * torch.maximum(twin.abs(), twin_scale)
-        assert (~close).sum() <= max(4, 1e-3 * close.numel())
+        assert (~close).sum() <= flips
     rows = exact_rows(tokens)[(tokens.slots >= PAGE_TOKENS).cpu()]
     error = (codes * scale[..., None] + minimum[..., None] - rows).norm()
     twin_error = (twin_codes * twin_scale[..., None] + twin_minimum[..., None] - rows).norm()
