@@ -61,7 +61,10 @@ def server(model: str, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -
         yield f"http://127.0.0.1:{port}", log
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +118,14 @@ def test_chat(client: OpenAI, stream: bool) -> None:
     else:
         text = answer.choices[0].message.content
     assert "cold" in text
+
+
+def test_the_client_example(server: tuple[str, Path]) -> None:
+    """A short document and two questions, to the end."""
+    command = [sys.executable, str(Path(__file__).parents[2] / "examples" / "openai_client.py")]
+    command += ["--url", f"{server[0]}/v1", "--characters", "1500", "What is this?", "Who wrote it?"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answers = re.findall(r"> (.*?\?)\n(.+?)\n  \[first token after (\d+) ms\]", done.stdout, re.DOTALL)
+    assert [question for question, _, _ in answers] == ["What is this?", "Who wrote it?"]
+    assert all(text.strip() and int(milliseconds) > 0 for _, text, milliseconds in answers)
