@@ -32,25 +32,38 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     pass
 
 
-def partial(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: BlockDiagonalMask, *, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass
+class Inputs:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_bias: BlockDiagonalMask
+    scale: float
+    is_partial: bool
+
+    def validate_inputs(self) -> None:
+        assert self.query.ndim == self.key.ndim == self.value.ndim == 5
+        assert self.query.shape[2:] == self.key.shape[2:] == self.value.shape[2:]
+        assert self.query.shape[3] == 1 or self.key.stride(3) == self.value.stride(3) == 0
+
+
+def apply(inputs: Inputs, needs_gradient: bool) -> tuple[torch.Tensor, Any]:
     """xformers' layout: [1, T, H, G, D] in and out, log-sum-exp [1, H, G, T]; groups share keys by a stride of 0."""
-    assert query.ndim == key.ndim == value.ndim == 5
-    assert query.shape[2:] == key.shape[2:] == value.shape[2:]
-    assert query.shape[3] == 1 or key.stride(3) == value.stride(3) == 0
+    assert inputs.is_partial
+    assert needs_gradient
+    query, key, value, bias = inputs.query, inputs.key, inputs.value, inputs.attn_bias
     out, lse = torch.empty_like(query), torch.empty(1, *query.shape[2:4], query.shape[1])
     queries, keys = bias.q_seqinfo, bias.k_seqinfo
     for (a, b), (c, d) in zip(pairwise(queries.seqstart.tolist()), pairwise(keys.seqstart.tolist()), strict=True):
         assert b - a <= queries.max_seqlen
         assert d - c <= keys.max_seqlen
-        scores = scale * torch.einsum("thgd,shgd->hgts", query[0, a:b].double(), key[0, c:d].double())
+        scores = inputs.scale * torch.einsum("thgd,shgd->hgts", query[0, a:b].double(), key[0, c:d].double())
         if isinstance(bias, BlockDiagonalCausalMask):
             assert queries.seqstart_py == keys.seqstart_py
             scores = scores.masked_fill(torch.ones(b - a, d - c).triu(1).bool(), -torch.inf)
         lse[0, :, :, a:b] = scores.logsumexp(-1)
         out[0, a:b] = torch.einsum("hgts,shgd->thgd", scores.softmax(-1), value[0, c:d].double()).to(out.dtype)
-    return out, lse
+    return out, SimpleNamespace(lse=lse)
 
 
 @pytest.fixture
@@ -58,7 +71,8 @@ def _xformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     masks = SimpleNamespace(
         _SeqLenInfo=SeqLenInfo, BlockDiagonalMask=BlockDiagonalMask, BlockDiagonalCausalMask=BlockDiagonalCausalMask
     )
-    fmha = SimpleNamespace(attn_bias=masks, memory_efficient_attention_partial=partial)
+    operator = SimpleNamespace(FwOp=SimpleNamespace(apply=apply))
+    fmha = SimpleNamespace(attn_bias=masks, Inputs=Inputs, flash=operator)
     for name in ("xformers", "xformers.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules["xformers.ops"], "fmha", fmha, raising=False)

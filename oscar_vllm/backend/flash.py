@@ -103,7 +103,11 @@ def xformers_flash(
     causal: bool,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """:class:`Flash` by xformers' ``memory_efficient_attention``."""
+    """:class:`Flash` by xformers' ``memory_efficient_attention``.
+
+    Its operator over PyTorch's own FlashAttention is called past its dispatcher, which refuses all operators where
+    xformers' C++ extensions, made for one version of torch, do not load; this one does not use them.
+    """
     from xformers.ops import fmha
 
     def lengths(cu: torch.Tensor, longest: int, total: int) -> object:
@@ -121,9 +125,11 @@ def xformers_flash(
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
     # Query heads that share a KV head are an axis of their own, along which keys and values are not copied.
     shared = [x[None, :, :, None].expand(-1, -1, -1, group, -1) for x in (key, value)]
-    result, lse = fmha.memory_efficient_attention_partial(
-        query.unflatten(1, (heads, group))[None], *shared, bias, scale=scale
+    inputs = fmha.Inputs(
+        query.unflatten(1, (heads, group))[None], *shared, attn_bias=bias, scale=scale, is_partial=True
     )
+    inputs.validate_inputs()
+    result, context = fmha.flash.FwOp.apply(inputs, needs_gradient=True)  # which asks for the log-sum-exp
     out.copy_(result[0].flatten(1, 2))
-    flat: torch.Tensor = lse[0].flatten(0, 1)
-    return flat
+    lse: torch.Tensor = context.lse[0].flatten(0, 1)
+    return lse
