@@ -5,7 +5,7 @@ import torch
 
 from oscar_vllm.calibration.criterion import Criterion, restored_parts
 from oscar_vllm.calibration.sample import AttentionSample
-from oscar_vllm.calibration.search import Error, Transform, search
+from oscar_vllm.calibration.search import MOMENTS, ROUNDS, Error, Transform, search
 from oscar_vllm.calibration.transforms import hadamard
 from oscar_vllm.kernels.write.reference import dequantize, quantize, transform_rows
 
@@ -163,7 +163,7 @@ def test_search_is_never_worse_than_its_candidates() -> None:
     options = {"published": transform, "published_clip": 0.96, "clips": clips, "gains": gains}
     choice = search([criterion.key_error], [criterion.key], mean, [transform], **options)
     for clip in clips:
-        parts = restored_parts(criterion.key, mix, mix, mean, clip, 4)
+        parts = restored_parts(criterion.key, mix, mix, mean, clip, ROUNDS, MOMENTS)
         assert (choice.error <= criterion.key_error(*parts, torch.tensor(gains)) + 1e-9).all()
     further = search([criterion.key_error], [criterion.key], mean, [transform], overshoot=1, **options)
     assert torch.equal(further.clip, choice.clip)

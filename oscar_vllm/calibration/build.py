@@ -22,6 +22,7 @@ def build_recipe(
     *,
     model: str,
     text_hash: str,
+    tokens: int,
     method: Method = "geometric-mean",
     center: bool = True,
     device: torch.device | str = "cpu",
@@ -33,6 +34,7 @@ def build_recipe(
         layers: one per layer, in order. Those without samples get the published clips and no refit.
         model: id or path, kept for messages.
         text_hash: of the calibration text.
+        tokens: of it that were prefilled for the statistics.
         center: subtract the calibrated means of keys and values (exact: softmax ignores a vector common to all keys,
             and attention weights sum to 1).
         device: where to compute.
@@ -52,7 +54,6 @@ def build_recipe(
         values.append(value)
         if progress is not None:
             progress(len(keys), len(layers))
-    statistics = layers[0].statistics
     metadata = RecipeMetadata(
         model=model,
         geometry=geometry,
@@ -62,7 +63,7 @@ def build_recipe(
         rounds=ROUNDS if searched else 0,
         start="moments" if searched and MOMENTS else "range",
         text_hash=text_hash,
-        tokens=statistics.tokens,
+        tokens=tokens,
         diagnostics=diagnose(keys, values, _sample_tokens(layers) if searched else 0),
     )
     return OscarRecipe(

@@ -36,7 +36,7 @@ def candidates(
       the output sees it: if values are stored less their mean m, that is (V - 1m)ᵀ SᵀS (V - 1m) = (O - 1m)ᵀ(O - 1m).
     - ``oscar-per-layer``: as published, one R for all heads of a layer.
     - ``geometric-mean``: the transform that balances the spread of what is stored against what an error of it costs,
-      along the axes that the rotations use; a head may fall back to its rotation.
+      along the axes that the rotations use.
     - ``hadamard``: H alone (QuaRot).
     """
     key_mean, value_mean = (statistics.key_mean, statistics.value_mean) if center else (None, None)
@@ -48,8 +48,8 @@ def candidates(
         "oscar-per-layer": lambda: ([_shared(queries)], [_shared(outputs)]),
         "hadamard": lambda: ([_hadamard(queries)], [_hadamard(outputs)]),
         "geometric-mean": lambda: (
-            [_geometric_mean(keys_spread, queries, queries), key],
-            [_geometric_mean(values_spread, _or_identity(output_weight, outputs), outputs), value],
+            [_geometric_mean(keys_spread, queries, queries)],
+            [_geometric_mean(values_spread, _or_identity(output_weight, outputs), outputs)],
         ),
     }
     keys, values = methods[method]()

@@ -61,6 +61,7 @@ def calibrate(
         collected.geometry,
         model=model,
         text_hash=text_hash(text),
+        tokens=tokens,
         method=method,
         center=center,
         device="cuda" if torch.cuda.is_available() else "cpu",

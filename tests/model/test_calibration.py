@@ -56,7 +56,7 @@ def test_output_weights_are_those_of_the_checkpoint(collected: Collected, model:
 
 
 def test_search_beats_the_published_method_in_every_layer(collected: Collected) -> None:
-    recipe = build_recipe(collected.layers, collected.geometry, model="m", text_hash="")
+    recipe = build_recipe(collected.layers, collected.geometry, model="m", text_hash="", tokens=TOKENS)
     found = recipe.metadata.diagnostics
     assert found is not None
     for layer in range(collected.geometry.num_layers):
