@@ -29,8 +29,9 @@ from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 BLOCK = tl.constexpr(WINDOW_TOKENS)
 COST_BYTES = 512
-SMALL_TILES = False
-"""Whether programs with few query columns take half tiles: a third fewer registers, and half as many more programs."""
+HALF_TILES_FROM = 1 << 30
+"""(request, head) pairs of a batch from which programs with few query columns take half tiles: a third fewer registers,
+and half as many more programs to hide each other's latency, for more splits to merge."""
 # Numbers of models and batches: one binary a head size and dtype serves them all.
 _UNSPECIALIZED = [
     "requests", "programs", "table_stride", "window_table_stride", "window_width",
@@ -169,11 +170,11 @@ _decode = Launch(_decode_kernel)
 class _Shape:
     """Compile-time shape of the decode kernel for one head size and number of query columns."""
 
-    def __init__(self, head_size: int, columns: int) -> None:
+    def __init__(self, head_size: int, columns: int, half_tiles: bool) -> None:
         self.ratio = 2 if head_size == 64 else 1
         self.columns_pad = 8 if columns <= 8 else 16
         wide = self.columns_pad == 16 or head_size == 256
-        small = SMALL_TILES and not wide
+        small = half_tiles and not wide
         self.rows = (64 if wide or small else 128) // self.ratio
         # One warp has registers enough for everything but wide heads with many columns.
         self.warps = 2 if self.columns_pad == 16 and head_size == 256 else 1
@@ -190,16 +191,22 @@ def _limit(registers: int, device: torch.device) -> dict[str, int]:
 
 
 @cache
-def _shape(head_size: int, columns: int) -> _Shape:
-    return _Shape(head_size, columns)
+def _shape(head_size: int, columns: int, half_tiles: bool) -> _Shape:
+    return _Shape(head_size, columns, half_tiles)
+
+
+def _half_tiles(view: CacheView) -> bool:
+    return view.seq_lens.shape[0] * view.history.shape[1] >= HALF_TILES_FROM
 
 
 @cache
-def _plan(heads: int, group: int, dim: int, bucket: int, programs: int | None, device: torch.device) -> SplitPlan:
+def _plan(
+    heads: int, group: int, dim: int, bucket: int, programs: int | None, half_tiles: bool, device: torch.device
+) -> SplitPlan:
     total = group * bucket
     blocks = cdiv(total, 16)
     columns = cdiv(total, blocks)
-    shape = _shape(dim, columns)
+    shape = _shape(dim, columns, half_tiles)
     tile = shape.rows * shape.ratio
     tile_cost = tile * PageLayout(dim).token_bytes // COST_BYTES
     return SplitPlan(
@@ -221,7 +228,7 @@ def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, program
     """Plan for a batch's shapes; ``programs`` defaults to one wave of the device."""
     heads = view.history.shape[1]
     bucket = next_power_of_2(max_query_len)
-    return _plan(heads, query.shape[1] // heads, query.shape[2], bucket, programs, query.device)
+    return _plan(heads, query.shape[1] // heads, query.shape[2], bucket, programs, _half_tiles(view), query.device)
 
 
 def decode_triton(
@@ -253,7 +260,7 @@ def decode_triton(
     requests = view.seq_lens.shape[0]
     dim = query.shape[2]
     plan = split_plan(view, query, max_query_len, num_splits)
-    shape = _shape(dim, plan.columns)
+    shape = _shape(dim, plan.columns, _half_tiles(view))
     slots = plan.programs + 2 * requests * heads * plan.column_blocks
     output = torch.empty(slots, plan.columns, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(slots, plan.columns, dtype=torch.float32, device=query.device)
