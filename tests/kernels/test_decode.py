@@ -6,7 +6,7 @@ import pytest
 import torch
 from caches import Case, attend_float64, random_case, relative_error
 
-from oscar_vllm.kernels.decode import triton as decode_module
+from oscar_vllm.kernels.decode import shape
 from oscar_vllm.kernels.decode.triton import attend_triton, decode_step_triton, decode_triton
 from oscar_vllm.kernels.merge.triton import merge_triton
 from oscar_vllm.kernels.write.triton import write_triton
@@ -71,7 +71,7 @@ def test_windows(device: str, sink: int, recent: int, missing: float) -> None:
 def test_both_tile_sizes(
     device: str, dim: int, group: int, new: int, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_module, "HALF_TILES_FROM", 0 if half else 1 << 30)
+    monkeypatch.setattr(shape, "HALF_TILES_FROM", 0 if half else 1 << 30)
     lengths = [63, 64, 65, 127, 129, 0, 500]
     run(device, random_case(lengths, new, dim=dim, group=group, sink=16, recent=32, missing=0.3))
 

@@ -1,17 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Triton decode attention: one launch over sink, history and recent of every request, its splits merged by a second."""
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
-from oscar_vllm.cache.layout import WINDOW_TOKENS, PageLayout
+from oscar_vllm.cache.layout import WINDOW_TOKENS
 from oscar_vllm.kernels.decode.columns import await_queries
-from oscar_vllm.kernels.decode.device import dependent_launch, multiprocessors, use_dependent_launch, use_inline_ptx
+from oscar_vllm.kernels.decode.device import dependent_launch, use_dependent_launch, use_inline_ptx
 from oscar_vllm.kernels.decode.history import history_item
-from oscar_vllm.kernels.decode.partials import Partials, SplitPlan
+from oscar_vllm.kernels.decode.partials import Partials
 from oscar_vllm.kernels.decode.plan import (
     REQUESTS,
     all_present,
@@ -22,16 +20,13 @@ from oscar_vllm.kernels.decode.plan import (
     window_blocks,
 )
 from oscar_vllm.kernels.decode.prepare import NewTokens, prepare
+from oscar_vllm.kernels.decode.shape import half_tiles, register_limit, split_plan, tile_shape
 from oscar_vllm.kernels.decode.window import window_item
-from oscar_vllm.kernels.launch import Launch, cdiv, next_power_of_2
+from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.merge.triton import merge_triton
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 BLOCK = tl.constexpr(WINDOW_TOKENS)
-COST_BYTES = 512
-HALF_TILES_FROM = 1 << 30
-"""(request, head) pairs of a batch from which programs with few query columns take half tiles: a third fewer registers,
-and half as many more programs to hide each other's latency, for more splits to merge."""
 # Numbers of models and batches: one binary a head size and dtype serves them all.
 _UNSPECIALIZED = [
     "requests", "programs", "table_stride", "window_table_stride", "window_width",
@@ -167,70 +162,6 @@ def _store_empty(output, lse, columns, D: tl.constexpr, N: tl.constexpr):
 _decode = Launch(_decode_kernel)
 
 
-class _Shape:
-    """Compile-time shape of the decode kernel for one head size and number of query columns."""
-
-    def __init__(self, head_size: int, columns: int, half_tiles: bool) -> None:
-        self.ratio = 2 if head_size == 64 else 1
-        self.columns_pad = 8 if columns <= 8 else 16
-        wide = self.columns_pad == 16 or head_size == 256
-        small = half_tiles and not wide
-        self.rows = (64 if wide or small else 128) // self.ratio
-        # One warp has registers enough for everything but wide heads with many columns.
-        self.warps = 2 if self.columns_pad == 16 and head_size == 256 else 1
-        self.stages = 3
-        self.window_stages = 2
-        # A quarter of a multiprocessor holds two warps of up to 255 registers a thread, or three of up to 168.
-        self.registers = 168 if small else 255
-        self.programs_per_processor = (12 if small else 8) // self.warps
-
-
-def _limit(registers: int, device: torch.device) -> dict[str, int]:
-    """Launch options that hold a kernel to so many registers a thread (255 is what every kernel may take)."""
-    return {"maxnreg": registers} if registers < 255 and use_inline_ptx(device) else {}
-
-
-@cache
-def _shape(head_size: int, columns: int, half_tiles: bool) -> _Shape:
-    return _Shape(head_size, columns, half_tiles)
-
-
-def _half_tiles(view: CacheView) -> bool:
-    return view.seq_lens.shape[0] * view.history.shape[1] >= HALF_TILES_FROM
-
-
-@cache
-def _plan(
-    heads: int, group: int, dim: int, bucket: int, programs: int | None, half_tiles: bool, device: torch.device
-) -> SplitPlan:
-    total = group * bucket
-    blocks = cdiv(total, 16)
-    columns = cdiv(total, blocks)
-    shape = _shape(dim, columns, half_tiles)
-    tile = shape.rows * shape.ratio
-    tile_cost = tile * PageLayout(dim).token_bytes // COST_BYTES
-    return SplitPlan(
-        programs=programs or shape.programs_per_processor * multiprocessors(device),
-        tile=tile,
-        tile_cost=tile_cost,
-        block_cost=WINDOW_TOKENS * 4 * dim // COST_BYTES,
-        item_cost=tile_cost,
-        min_chunk=tile_cost,
-        group=group,
-        max_query_len=bucket,
-        columns_pad=shape.columns_pad,
-        columns=columns,
-        column_blocks=blocks,
-    )
-
-
-def split_plan(view: CacheView, query: torch.Tensor, max_query_len: int, programs: int | None = None) -> SplitPlan:
-    """Plan for a batch's shapes; ``programs`` defaults to one wave of the device."""
-    heads = view.history.shape[1]
-    bucket = next_power_of_2(max_query_len)
-    return _plan(heads, query.shape[1] // heads, query.shape[2], bucket, programs, _half_tiles(view), query.device)
-
-
 def decode_triton(
     query: torch.Tensor,
     view: CacheView,
@@ -260,7 +191,7 @@ def decode_triton(
     requests = view.seq_lens.shape[0]
     dim = query.shape[2]
     plan = split_plan(view, query, max_query_len, num_splits)
-    shape = _shape(dim, plan.columns, _half_tiles(view))
+    shape = tile_shape(dim, plan.columns, half_tiles(view))
     slots = plan.programs + 2 * requests * heads * plan.column_blocks
     output = torch.empty(slots, plan.columns, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(slots, plan.columns, dtype=torch.float32, device=query.device)
@@ -276,7 +207,7 @@ def decode_triton(
         plan.tile_cost, plan.block_cost, plan.item_cost, plan.min_chunk,
         shape.stages, shape.window_stages, requests > REQUESTS.value,
         use_inline_ptx(query.device), query.device.type == "cpu", use_dependent_launch(query.device),
-        num_warps=shape.warps, **_limit(shape.registers, query.device), **dependent_launch(query.device),
+        num_warps=shape.warps, **register_limit(shape.registers, query.device), **dependent_launch(query.device),
     )  # fmt: skip
     return Partials(output, lse, plan)
 
