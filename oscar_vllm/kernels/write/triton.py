@@ -52,18 +52,24 @@ def write_tiles(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if BLOCK == D:  # rows are fetched a tile ahead
+        ahead = first * ROWS + tl.arange(0, ROWS)
+        at = rows + ahead.to(tl.int64)[:, None] * token_stride
+        x = tl.load(at + channel[None, :], mask=(ahead < tokens)[:, None], other=0.0)
     for tile in range(first, tl.cdiv(tokens, ROWS), step):
         token = tile * ROWS + tl.arange(0, ROWS)
         live = token < tokens
         slot = tl.load(slots + token, mask=live, other=-1)
         window_slot = tl.load(window_slots + token, mask=live, other=-1)
-        at = rows + token.to(tl.int64)[:, None] * token_stride
         product = dot16(ones, shift_parts, tl.zeros([ROWS, D], tl.float32))
         if BLOCK == D:
-            x = tl.load(at + channel[None, :], mask=live[:, None], other=0.0)
             product = dot16(x, low, product)
             product = dot16(x, high, product)
+            ahead = token + step * ROWS
+            at = rows + ahead.to(tl.int64)[:, None] * token_stride
+            x = tl.load(at + channel[None, :], mask=(ahead < tokens)[:, None], other=0.0)
         else:
+            at = rows + token.to(tl.int64)[:, None] * token_stride
             for start in tl.range(0, D, BLOCK, num_stages=1):
                 x_part = tl.load(at + (start + part)[None, :], mask=live[:, None], other=0.0)
                 whole = matrix + (start + part)[:, None] * D + channel[None, :]
