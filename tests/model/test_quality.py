@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from oscar_vllm.calibration.run import calibrate
+from oscar_vllm.calibration.text import default_text
 from oscar_vllm.evaluation.divergence import Quality
 from oscar_vllm.evaluation.served import compare, record, teacher_forcing, use_recipe
 
@@ -61,3 +63,19 @@ def test_logits_are_kept_in_the_models_own_type_and_nothing_of_the_start(recorde
     logits = torch.load(files[0], weights_only=True)
     assert (files[0].name, logits.dtype, logits.shape[0]) == ("00000320.pt", torch.bfloat16, CHUNK)
     assert len(files) == -(-(LENGTH - SKIP) // CHUNK)
+
+
+def test_calibration_is_stable(
+    model: str, prompts: list[list[int]], recorded: Path, qualities: dict[str, Quality], tmp_path: Path
+) -> None:
+    """A recipe of another text that shares nothing with the first is as good on a third, within 15 %."""
+    text = default_text()
+    other = text[len(text) // 2 :]
+    options = {"attention_backend": "OSCAR", "additional_config": {"oscar": {"recipe": "hadamard"}}}
+    with in_process():
+        _, path = calibrate(model, text=other, out=tmp_path / "other.safetensors")
+    with in_process(), teacher_forcing(model, longest=LENGTH, chunk=CHUNK, **options) as llm:
+        use_recipe(llm, str(path))
+        found = compare(llm, prompts, recorded, skip=SKIP, chunk=CHUNK)
+    print(found)
+    assert abs(found.kl / qualities["calibrated"].kl - 1) < 0.15
