@@ -13,6 +13,7 @@ import torch
 
 from oscar_vllm.bench.timing import graph_microseconds, sets_for
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
+from oscar_vllm.calibration.search import MOMENTS, ROUNDS
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 Calls = list[Callable[[], None]]
@@ -60,14 +61,14 @@ def _fresh(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query.contiguous(), key, value
 
 
-def random_recipe(heads: int, dim: int, rounds: int, clip: float = 1.0) -> LayerRecipe:
+def random_recipe(heads: int, dim: int, rounds: int, clip: float = 1.0, moments: bool = False) -> LayerRecipe:
     """Random orthogonal transforms with means."""
     rotation = torch.linalg.qr(torch.randn(2, heads, dim, dim, device="cuda"))[0].contiguous()
     mean = torch.randn(2, heads, dim, device="cuda")
     ratio, gain = torch.full((heads,), clip, device="cuda"), torch.full((heads,), 1.05, device="cuda")
     inverse = rotation[1].mT.contiguous()
     return LayerRecipe(
-        rotation[0], rotation[0], rotation[1], inverse, mean[0], mean[1], ratio, ratio, gain, gain, rounds
+        rotation[0], rotation[0], rotation[1], inverse, mean[0], mean[1], ratio, ratio, gain, gain, rounds, moments
     )
 
 
@@ -99,11 +100,14 @@ def oscar_view(shape: Shape) -> CacheView:
     )
 
 
-def oscar(shape: Shape, rounds: int = 4) -> Calls:
-    """Write of the new token, query transform, windows, history, merge and the map back."""
+def oscar(shape: Shape) -> Calls:
+    """Write of the new token, query transform, windows, history, merge and the map back.
+
+    The quantizer is the one that ``oscar calibrate`` chooses.
+    """
     from oscar_vllm.kernels.decode.triton import decode_step_triton
 
-    common = random_recipe(shape.heads, shape.dim, rounds)
+    common = random_recipe(shape.heads, shape.dim, ROUNDS, moments=MOMENTS)
 
     def one() -> Callable[[], None]:
         view, recipe = oscar_view(shape), deepcopy(common)  # as every layer has matrices of its own

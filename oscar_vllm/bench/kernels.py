@@ -31,6 +31,7 @@ from oscar_vllm.bench.contenders import (
 )
 from oscar_vllm.bench.timing import copy_bandwidth, graph_microseconds, sets_for
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS, PageLayout
+from oscar_vllm.calibration.search import MOMENTS, ROUNDS
 
 LAYOUTS = {
     "Qwen3-8B, Llama-3.1-8B": (32, 8, 128),
@@ -48,6 +49,8 @@ POINTS = (
 """(batch, length) of the decode rows."""
 WRITES = (1, 8, 64, K, 16 * K)
 """New tokens of the write rows."""
+QUANTIZERS = ((0, False, 1.0), (ROUNDS, MOMENTS, 1.0), (4, False, 1.0), (0, False, 0.92))
+"""(refit rounds, whether they start from the row's moments, clip) ; the second is what calibration chooses."""
 _TABLE_WIDTH = 140
 """Wider than a pipe's 80 columns, at which no figure would be left whole."""
 
@@ -127,14 +130,14 @@ def decode_row(model: str, batch: int, length: int, bandwidth: float, rivals: bo
     )
 
 
-def write_row(tokens: int, rounds: int, clip: float, bandwidth: float) -> WriteRow:
+def write_row(tokens: int, rounds: int, moments: bool, clip: float, bandwidth: float) -> WriteRow:
     """Time the write of ``tokens`` new tokens, K and V, 8 KV heads of 128 channels."""
     from oscar_vllm.kernels.write.triton import write_triton
 
     heads, dim = 8, 128
     layout = PageLayout(dim)
     moved = tokens * heads * (4 * dim + layout.token_bytes)
-    common = random_recipe(heads, dim, rounds, clip)
+    common = random_recipe(heads, dim, rounds, clip, moments)
 
     def one() -> Callable[[], None]:
         recipe = deepcopy(common)  # as every layer has matrices of its own
@@ -147,7 +150,7 @@ def write_row(tokens: int, rounds: int, clip: float, bandwidth: float) -> WriteR
         return lambda: write_triton(key, value, history, window, slots, none, recipe)
 
     time = graph_microseconds([one() for _ in range(sets_for(moved))])
-    name = f"{rounds} rounds" if clip == 1.0 else f"clip {clip}"
+    name = f"{rounds} rounds" + (" from moments" if moments else "") if clip == 1.0 else f"clip {clip}"
     return WriteRow(tokens, heads, dim, name, time, moved, moved / bandwidth * 1e6)
 
 
@@ -201,8 +204,8 @@ def run(
         return known
 
     for tokens in writes:
-        for rounds, clip in ((0, 1.0), (4, 1.0), (0, 0.92)):
-            written.append(write_row(tokens, rounds, clip, bandwidth))
+        for rounds, moments, clip in QUANTIZERS:
+            written.append(write_row(tokens, rounds, moments, clip, bandwidth))
             result()
     for model in models:
         for batch, length in points:
