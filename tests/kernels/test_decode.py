@@ -6,7 +6,6 @@ import pytest
 import torch
 from caches import Case, attend_float64, random_case, relative_error
 
-from oscar_vllm.kernels.decode import shape
 from oscar_vllm.kernels.decode.triton import attend_triton, decode_step_triton, decode_triton
 from oscar_vllm.kernels.merge.triton import merge_triton
 from oscar_vllm.kernels.write.triton import write_triton
@@ -64,16 +63,6 @@ def test_many_query_columns(device: str, new: int, group: int) -> None:
 @pytest.mark.parametrize("missing", [0.0, 0.4, 1.0], ids=["all", "some", "none"])
 def test_windows(device: str, sink: int, recent: int, missing: float) -> None:
     run(device, random_case([600, 129, 16], 2, group=2, sink=sink, recent=recent, missing=missing))
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["whole-tiles", "half-tiles"])
-@pytest.mark.parametrize(("dim", "group", "new"), [(64, 3, 1), (128, 4, 1), (128, 4, 2)])
-def test_both_tile_sizes(
-    device: str, dim: int, group: int, new: int, half: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shape, "HALF_TILES_FROM", 0 if half else 1 << 30)
-    lengths = [63, 64, 65, 127, 129, 0, 500]
-    run(device, random_case(lengths, new, dim=dim, group=group, sink=16, recent=32, missing=0.3))
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -20,7 +20,7 @@ from oscar_vllm.kernels.decode.plan import (
     window_blocks,
 )
 from oscar_vllm.kernels.decode.prepare import NewTokens, prepare
-from oscar_vllm.kernels.decode.shape import half_tiles, register_limit, split_plan, tile_shape
+from oscar_vllm.kernels.decode.shape import split_plan, tile_shape
 from oscar_vllm.kernels.decode.window import window_item
 from oscar_vllm.kernels.launch import Launch
 from oscar_vllm.kernels.merge.triton import merge_triton
@@ -191,7 +191,7 @@ def decode_triton(
     requests = view.seq_lens.shape[0]
     dim = query.shape[2]
     plan = split_plan(view, query, max_query_len, num_splits)
-    shape = tile_shape(dim, plan.columns, half_tiles(view))
+    shape = tile_shape(dim, plan.columns)
     slots = plan.programs + 2 * requests * heads * plan.column_blocks
     output = torch.empty(slots, plan.columns, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(slots, plan.columns, dtype=torch.float32, device=query.device)
@@ -207,7 +207,7 @@ def decode_triton(
         plan.tile_cost, plan.block_cost, plan.item_cost, plan.min_chunk,
         shape.stages, shape.window_stages, requests > REQUESTS.value,
         use_inline_ptx(query.device), query.device.type == "cpu", use_dependent_launch(query.device),
-        num_warps=shape.warps, **register_limit(shape.registers, query.device), **dependent_launch(query.device),
+        num_warps=shape.warps, **dependent_launch(query.device),
     )  # fmt: skip
     return Partials(output, lse, plan)
 
