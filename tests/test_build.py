@@ -7,8 +7,8 @@ import torch
 from attention_cases import D, G, H, activations, attention, collect
 
 from oscar_vllm.calibration.build import build_recipe
-from oscar_vllm.calibration.candidates import METHODS, Method
 from oscar_vllm.calibration.layer import LayerCalibration, join_ranks
+from oscar_vllm.calibration.methods import METHODS, Method
 from oscar_vllm.calibration.sample import AttentionSample
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.transforms import hadamard, rotation

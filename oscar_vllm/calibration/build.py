@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from oscar_vllm.calibration.candidates import Method, candidates
 from oscar_vllm.calibration.criterion import Criterion
 from oscar_vllm.calibration.diagnostics import Side, diagnose
 from oscar_vllm.calibration.layer import LayerCalibration
+from oscar_vllm.calibration.methods import Method, layer_transforms
 from oscar_vllm.calibration.search import KEY_OVERSHOOT, MOMENTS, ROUNDS, Choice, Transform, search
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.threads import one_thread
@@ -67,10 +67,10 @@ def build_recipe(
         diagnostics=diagnose(keys, values, _sample_tokens(layers) if searched else 0),
     )
     return OscarRecipe(
-        key=_stack([side.choice.stored for side in keys]),
-        query=_stack([side.choice.restore.mT for side in keys]),
-        value=_stack([side.choice.stored for side in values]),
-        output=_stack([side.choice.restore for side in values]),
+        key=_stack([side.choice.transform.stored for side in keys]),
+        query=_stack([side.choice.transform.restore.mT for side in keys]),
+        value=_stack([side.choice.transform.stored for side in values]),
+        output=_stack([side.choice.transform.restore for side in values]),
         key_mean=_stack([layer.statistics.key_mean for layer in layers]) * center,
         value_mean=_stack([layer.statistics.value_mean for layer in layers]) * center,
         key_clip=_stack([side.choice.clip for side in keys]),
@@ -85,7 +85,7 @@ def _build_layer(
     layer: LayerCalibration, method: Method, center: bool, device: torch.device, searched: bool
 ) -> tuple[Side, Side]:
     statistics = layer.statistics.to(device)
-    found = candidates(statistics, layer.output_weight, method, center)
+    found = layer_transforms(statistics, layer.output_weight, method, center)
     if searched:
         criteria = [Criterion(sample.to(device), layer.output_weight) for sample in layer.samples]
         key = search(
@@ -106,7 +106,7 @@ def _build_layer(
             published_clip=VALUE_CLIP,
         )
     else:
-        key, value = _published(found.key[0], KEY_CLIP), _published(found.value[0], VALUE_CLIP)
+        key, value = _published(found.key, KEY_CLIP), _published(found.value, VALUE_CLIP)
     key_mean, value_mean = (statistics.key_mean, statistics.value_mean) if center else (None, None)
     return (
         Side(statistics.key_covariance(key_mean), statistics.query_covariance, key),
@@ -119,8 +119,7 @@ def _published(transform: Transform, clip: float) -> Choice:
     heads = transform.stored.shape[0]
     one = torch.ones(heads, device=transform.stored.device)
     unknown = one * torch.nan
-    names = [transform.name] * heads
-    return Choice(names, transform.stored, transform.restore, one * clip, one, unknown, unknown)
+    return Choice(transform, one * clip, one, unknown, unknown)
 
 
 def _check(statistics: Sequence[LayerStatistics], geometry: ModelGeometry) -> None:

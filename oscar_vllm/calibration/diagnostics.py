@@ -31,8 +31,8 @@ def diagnose(keys: Sequence[Side], values: Sequence[Side], sample_tokens: int) -
 
 def _side(layers: Sequence[Side], searched: bool) -> SideDiagnostics:
     return SideDiagnostics(
-        transform=[side.choice.transform for side in layers],
-        condition=[_short(torch.linalg.cond(side.choice.stored.double())) for side in layers],
+        transform=[[side.choice.transform.name] * len(side.covariance) for side in layers],
+        condition=[_short(torch.linalg.cond(side.choice.transform.stored.double())) for side in layers],
         spread=[_short(side.covariance.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()) for side in layers],
         spectrum=[_spectrum(side.covariance) for side in layers],
         weight_spectrum=[_spectrum(side.weight) for side in layers],

@@ -7,8 +7,8 @@ import torch
 
 from oscar_vllm.backend.recipes import cached_recipe_path
 from oscar_vllm.calibration.build import build_recipe
-from oscar_vllm.calibration.candidates import Method
 from oscar_vllm.calibration.collect import CalibrationError, Progress, collect, model_geometry
+from oscar_vllm.calibration.methods import Method
 from oscar_vllm.calibration.text import text_hash
 from oscar_vllm.recipe import OscarRecipe
 from oscar_vllm.recipe_format import MEANS

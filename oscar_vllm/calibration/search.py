@@ -1,4 +1,4 @@
-"""Which transform, clip and gain each head's keys and values are stored with: the best on held-out attention."""
+"""Which clip and gain each head's keys and values are quantized with: the best on held-out attention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,12 +37,7 @@ class Transform:
 class Choice:
     """What the search settled on for the keys or the values of one layer."""
 
-    transform: list[str]
-    """[H] name of each head's transform."""
-    stored: torch.Tensor
-    """[H, D, D]"""
-    restore: torch.Tensor
-    """[H, D, D]"""
+    transform: Transform
     clip: torch.Tensor
     """[H]"""
     gain: torch.Tensor
@@ -57,7 +52,7 @@ def search(
     errors: Sequence[Error],
     rows: Sequence[torch.Tensor],
     mean: torch.Tensor,
-    transforms: Sequence[Transform],
+    transform: Transform,
     *,
     published: Transform,
     published_clip: float,
@@ -67,18 +62,18 @@ def search(
     gains: Sequence[float] = GAINS,
     overshoot: int = 0,
 ) -> Choice:
-    """Try every transform, clip and gain on a layer's held-out rows and keep the best for each head.
+    """Try every clip and gain on a layer's held-out rows and keep the best for each head.
 
     Args:
         errors: ``Criterion.key_error`` or ``Criterion.value_error`` of every held-out sequence.
         rows: [H, T, D] keys or values of every one.
         mean: [H, D] what is subtracted before the transform.
-        transforms: candidates; the first wins a tie.
+        transform: that the rows are stored with.
         published: the rotation that the gain of the search is measured from.
         published_clip: its clip ratio.
         rounds: least-squares refits.
         moments: what they start from.
-        clips: ratios to try.
+        clips: ratios to try; the first wins a tie.
         gains: to try, rising.
         overshoot: how many gains further the chosen one lies than the best.
     """
@@ -87,7 +82,6 @@ def search(
     steps = torch.tensor(gains, device=device)
     best = torch.full((H,), torch.inf, device=device)
     chosen = best.clone()
-    kind = torch.zeros(H, dtype=torch.long, device=device)
     clip, gain = torch.ones(H, device=device), torch.ones(H, device=device)
 
     def measure(transform: Transform, ratio: float, rounds: int, moments: bool, gains: torch.Tensor) -> torch.Tensor:
@@ -98,20 +92,16 @@ def search(
         ]
         return torch.stack(found).mean(0)
 
-    for index, transform in enumerate(transforms):
-        for ratio in clips:
-            found = measure(transform, ratio, rounds, moments, steps)
-            least, which = found.min(0)
-            which = (which + overshoot).clamp(max=len(gains) - 1)
-            better = least < best
-            best = torch.where(better, least, best)
-            chosen = torch.where(better, found[which, heads], chosen)
-            kind = torch.where(better, index, kind)
-            clip, gain = torch.where(better, ratio, clip), torch.where(better, steps[which], gain)
+    for ratio in clips:
+        found = measure(transform, ratio, rounds, moments, steps)
+        least, which = found.min(0)
+        which = (which + overshoot).clamp(max=len(gains) - 1)
+        better = least < best
+        best = torch.where(better, least, best)
+        chosen = torch.where(better, found[which, heads], chosen)
+        clip, gain = torch.where(better, ratio, clip), torch.where(better, steps[which], gain)
     return Choice(
-        transform=[transforms[index].name for index in kind.tolist()],
-        stored=torch.stack([t.stored for t in transforms])[kind, heads],
-        restore=torch.stack([t.restore for t in transforms])[kind, heads],
+        transform=transform,
         clip=clip,
         gain=gain,
         error=chosen,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from oscar_vllm.calibration.candidates import Method
+from oscar_vllm.calibration.methods import Method
 from oscar_vllm.calibration.run import DEFAULT_TOKENS
 from oscar_vllm.calibration.text_source import read_source
 from oscar_vllm.commands.common import console, one_sentence

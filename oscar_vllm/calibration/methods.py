@@ -17,19 +17,19 @@ RIDGE = 1e-2
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """One layer's transforms; the first of each list is what the method is named after."""
+class LayerTransforms:
+    """One layer's transforms."""
 
-    key: list[Transform]
-    value: list[Transform]
+    key: Transform
+    value: Transform
     published_key: Transform
     """OSCAR's rotation of each head, the baseline that a search is compared with."""
     published_value: Transform
 
 
-def candidates(
+def layer_transforms(
     statistics: LayerStatistics, output_weight: torch.Tensor | None, method: Method, center: bool
-) -> Candidates:
+) -> LayerTransforms:
     """Transforms of one layer, [H, D, D] float32 on the statistics' device.
 
     - ``oscar``: R = U H P per KV head, R_K from QᵀQ. R_V has to spread what will be stored, weighted by attention as
@@ -43,17 +43,16 @@ def candidates(
     queries, outputs = statistics.query_covariance, statistics.output_covariance(value_mean)
     key, value = _rotation("rotation", rotation(queries)), _rotation("rotation", rotation(outputs))
     keys_spread, values_spread = statistics.key_covariance(key_mean), statistics.value_covariance(value_mean)
-    methods: dict[Method, Callable[[], tuple[list[Transform], list[Transform]]]] = {
-        "oscar": lambda: ([key], [value]),
-        "oscar-per-layer": lambda: ([_shared(queries)], [_shared(outputs)]),
-        "hadamard": lambda: ([_hadamard(queries)], [_hadamard(outputs)]),
+    methods: dict[Method, Callable[[], tuple[Transform, Transform]]] = {
+        "oscar": lambda: (key, value),
+        "oscar-per-layer": lambda: (_shared(queries), _shared(outputs)),
+        "hadamard": lambda: (_hadamard(queries), _hadamard(outputs)),
         "geometric-mean": lambda: (
-            [_geometric_mean(keys_spread, queries, queries)],
-            [_geometric_mean(values_spread, _or_identity(output_weight, outputs), outputs)],
+            _geometric_mean(keys_spread, queries, queries),
+            _geometric_mean(values_spread, _or_identity(output_weight, outputs), outputs),
         ),
     }
-    keys, values = methods[method]()
-    return Candidates(keys, values, key, value)
+    return LayerTransforms(*methods[method](), key, value)
 
 
 def _rotation(name: str, matrix: torch.Tensor) -> Transform:
