@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import oscar_vllm.selftest
 from oscar_vllm.cli import app
+from oscar_vllm.commands.doctor import _flash
 from oscar_vllm.selftest import ATTENTION_LIMIT, CODE_LIMIT, run_selftest
 
 
@@ -68,3 +69,21 @@ def test_missing_recipe_is_told_with_the_command_that_makes_it(tmp_path: Path) -
     result = CliRunner(env={"OSCAR_CACHE": str(tmp_path / "cache")}).invoke(app, ["doctor", str(tmp_path)])
     assert result.exit_code == 1
     assert f"oscar calibrate {tmp_path}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("version", "xformers", "line"),
+    [
+        (3, False, "vLLM's FlashAttention 3"),
+        (None, True, "xformers' (vLLM's FlashAttention is not there)"),
+        (None, False, "none; install xformers"),
+    ],
+    ids=["vllm", "xformers", "neither"],
+)
+def test_doctor_names_what_prefill_attends_with(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, xformers: bool, line: str
+) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    monkeypatch.setattr("oscar_vllm.backend.flash.vllm_version", lambda size: version)
+    monkeypatch.setattr("oscar_vllm.backend.flash.is_available", lambda size: version is not None or xformers)
+    assert _flash() == line

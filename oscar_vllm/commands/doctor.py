@@ -69,9 +69,12 @@ def _flash() -> str:
 
     if current_platform.is_cpu():
         return "PyTorch's, on the CPU"
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from oscar_vllm.backend.flash import is_available, vllm_version
 
-    return f"vLLM's FlashAttention {get_flash_attn_version(head_size=128)}"
+    version = vllm_version(128)
+    if version is not None:
+        return f"vLLM's FlashAttention {version}"
+    return "xformers' (vLLM's FlashAttention is not there)" if is_available(128) else "none; install xformers"
 
 
 def _recipe(model: str) -> str:
