@@ -5,8 +5,10 @@ compiler.
 """
 
 import torch
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from oscar_vllm.backend.context_plan import plan_prefill
+from oscar_vllm.backend.extend_plan import SHORT_QUERY, plan_extends
 from oscar_vllm.backend.flash import flash_attention
 from oscar_vllm.backend.prefill_cuda import prefill_cuda
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS
@@ -14,8 +16,9 @@ from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS, attend
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 from oscar_vllm.kernels.write import write
 
-_TOKENS = (16, 1024)
-"""New tokens of a small and of a large chunk: the query transform has a kernel for each."""
+_FEW_TOKENS = 16
+_MANY_ROWS = 2**15
+"""Query rows (tokens times heads) that are many on any GPU: few and many have kernels of their own."""
 
 
 _warm: set[tuple[object, ...]] = set()
@@ -32,10 +35,11 @@ def warm_up(recipe: LayerRecipe, num_heads: int, dtype: torch.dtype, scale: floa
     _warm.add(shape)
     history = torch.zeros(2, heads, PAGE_TOKENS, dim // 2 + 8, dtype=torch.uint8, device=device)
     window = torch.zeros(2, heads, WINDOW_TOKENS, 2 * dim, dtype=dtype, device=device)
-    for new in _TOKENS:
-        context = PAGE_TOKENS
-        length = context + new
-        view = CacheView(
+
+    def view(new: int) -> CacheView:
+        """One request of ``new`` tokens behind a page."""
+        length = PAGE_TOKENS + new
+        return CacheView(
             history=history,
             window=window,
             block_table=torch.ones(1, -(-length // PAGE_TOKENS), dtype=torch.int32, device=device),
@@ -45,19 +49,48 @@ def warm_up(recipe: LayerRecipe, num_heads: int, dtype: torch.dtype, scale: floa
             sink=sink,
             recent=recent,
         )
-        query = torch.zeros(new, num_heads, dim, dtype=dtype, device=device)
-        key = torch.zeros(new, heads, dim, dtype=dtype, device=device)
-        out = torch.empty_like(query)
-        slots = torch.full((new,), -1, dtype=torch.int64, device=device)
-        write(key, key, history, window, slots, slots, recipe)
-        # Two tiles, so that running results are combined as well.
-        plan = plan_prefill(0, [0, new], [length], context // 2, device)
-        tile = torch.empty(context // 2, heads, dim, dtype=dtype, device=device)
-        rows = torch.empty_like(query)
-        workspace = [tile, torch.empty_like(tile), rows, torch.empty_like(rows), torch.empty_like(rows)]
-        prefill_cuda(query, key, key, view, plan, recipe, scale, out, workspace, flash_attention(dim))
-        if new == min(_TOKENS):
-            piece = view._replace(query_start=torch.tensor([0, MAX_QUERY_TOKENS], dtype=torch.int32, device=device))
-            rows = query[:MAX_QUERY_TOKENS]
-            attend(rows, piece, recipe, scale, max_query_len=MAX_QUERY_TOKENS, out=out[:MAX_QUERY_TOKENS])
+
+    # The write kernel counts the rows of keys and values, and calls half as many of them many.
+    many_tokens = 1 + _MANY_ROWS // min(num_heads, 4 * heads)
+    # vLLM loads weights with the model's dtype as the default, and matrices prepared under it, which would be kept,
+    # are not what is prepared (and compiled for) when requests run.
+    with set_default_torch_dtype(torch.float32):
+        for new in (_FEW_TOKENS, many_tokens):
+            _prefill(view(new), num_heads, new, recipe, scale)
+        _short(view(SHORT_QUERY), num_heads, recipe, scale)
     torch.cuda.synchronize(device)
+
+
+def _prefill(view: CacheView, num_heads: int, new: int, recipe: LayerRecipe, scale: float) -> None:
+    """A chunk of ``new`` tokens, written and attended to as prefills are."""
+    heads, dim = recipe.key_mean.shape
+    dtype, device = view.window.dtype, view.window.device
+    query = torch.zeros(new, num_heads, dim, dtype=dtype, device=device)
+    key = torch.zeros(new, heads, dim, dtype=dtype, device=device)
+    slots = torch.full((new,), -1, dtype=torch.int64, device=device)
+    write(key, key, view.history, view.window, slots, slots, recipe)
+    # Two tiles, so that running results are combined as well.
+    size = PAGE_TOKENS // 2
+    plan = plan_prefill(0, [0, new], [PAGE_TOKENS + new], size, device)
+    tiles = [torch.empty(size, heads, dim, dtype=dtype, device=device) for _ in range(2)]
+    rows = [torch.empty_like(query) for _ in range(3)]
+    out = torch.empty_like(query)
+    prefill_cuda(query, key, key, view, plan, recipe, scale, out, tiles + rows, flash_attention(dim))
+
+
+def _short(view: CacheView, num_heads: int, recipe: LayerRecipe, scale: float) -> None:
+    """What the decode kernels take of a step with prefills: its decodes, and short rests of prompts in pieces."""
+    dtype, device = view.window.dtype, view.window.device
+    query = torch.zeros(SHORT_QUERY, num_heads, recipe.key_mean.shape[1], dtype=dtype, device=device)
+    out = torch.empty_like(query)
+    decode = view._replace(query_start=torch.tensor([0, 1], dtype=torch.int32, device=device))
+    attend(query[:1], decode, recipe, scale, max_query_len=1, out=out[:1])
+    for new in range(MAX_QUERY_TOKENS, SHORT_QUERY + 1, MAX_QUERY_TOKENS):
+        plan = plan_extends(0, [0, new], [PAGE_TOKENS + new], view.block_table)
+        pieces = view._replace(
+            block_table=plan.block_table,
+            window_table=view.window_table.repeat(plan.seq_lens.shape[0], 1),
+            seq_lens=plan.seq_lens,
+            query_start=plan.query_start,
+        )
+        attend(query[:new], pieces, recipe, scale, max_query_len=MAX_QUERY_TOKENS, out=out[:new])

@@ -94,7 +94,7 @@ def test_graphs_replay_after_others_and_after_allocator_churn(tmp_path: Path, mo
 
 
 def test_nothing_is_compiled_by_the_first_prefix_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-up compiled what contexts need, for short rests of a prompt (of long hits) and for long ones."""
+    """Warm-up compiled what contexts need: short rests of a prompt (of long hits), long ones, decodes beside them."""
     import triton
     from vllm import SamplingParams
 
@@ -109,6 +109,8 @@ def test_nothing_is_compiled_by_the_first_prefix_hit(tmp_path: Path, monkeypatch
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
         for refreshed in (window.REFRESHED_HIT, 0):
             monkeypatch.setattr(window, "REFRESHED_HIT", refreshed)
-            for tokens in (600, 620, 1800, 1799, 131, 260):
+            for tokens in (600, 620, 1800, 1799, 1720, 131, 260):
                 llm.generate([{"prompt_token_ids": ids[:tokens]}], params, use_tqdm=False)
+            # The first of these decodes beside the second's chunks.
+            llm.generate([{"prompt_token_ids": ids[n:]} for n in (1700, 300)], params, use_tqdm=False)
         assert [name for name in compiled if "oscar" in name] == []
