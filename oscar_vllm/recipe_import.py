@@ -35,7 +35,8 @@ def import_recipe(
     """
     key, value = read_rotations(keys, geometry), read_rotations(values, geometry)
     shape = (geometry.num_layers, geometry.num_kv_heads)
-    one, mean = torch.ones(shape), torch.zeros(*shape, geometry.head_size)
+    one = torch.ones(shape, dtype=torch.float32)
+    mean = torch.zeros(*shape, geometry.head_size, dtype=torch.float32)
     metadata = RecipeMetadata(
         model=model,
         geometry=geometry,

@@ -49,9 +49,10 @@ def shuffled_channels(dim: int) -> torch.Tensor:
 
 def split_matrices(matrix: torch.Tensor, dtype: torch.dtype) -> SplitMatrices:
     """``matrix`` [N, D, D] float32 for rows of ``dtype``."""
-    factor = torch.ones(matrix.shape[0], device=matrix.device)
+    # Types spelt out: engines load models under a default type of their own, which an integer power would take too.
+    factor = torch.ones(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     if dtype == torch.float16:
-        factor = torch.ldexp(factor, 10 - torch.frexp(matrix.abs().amax((1, 2))).exponent)
+        factor = torch.ldexp(factor, (10 - torch.frexp(matrix.abs().amax((1, 2))).exponent).float())
     scaled = matrix * factor[:, None, None]
     high = scaled.to(dtype)
     low = (scaled - high.float()).to(dtype)
