@@ -121,7 +121,7 @@ class Bench:
         return int((cache.num_gpu_blocks - 1) // request_blocks(tokens, oscar.sink, oscar.recent))
 
     def capacity(self) -> dict[str, Any]:
-        """KV tokens of the cache, as vLLM counts them for requests of the model's full length."""
+        """KV tokens that the cache holds of decoding requests of the model's full length."""
         length = self.config.model_config.max_model_len
         blocks = self.config.cache_config.num_gpu_blocks
         tokens = blocks * self.config.cache_config.block_size
