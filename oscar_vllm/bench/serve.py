@@ -134,7 +134,8 @@ def latency_plot(figures: Figures, title: str, path: Path) -> None:
             points = sorted((f["tokens"], f["ms_per_token"]) for f in rows
                             if f["backend"] == backend and f["requests"] == requests)  # fmt: skip
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=f"{backend}, {requests} request" + "s" * (requests > 1))
+                label = f"{backend}, {requests} request" + "s" * (requests > 1)
+                axes.plot(*zip(*points, strict=True), marker="o", label=label)
     axes.set_xscale("log")
     axes.set_xlabel("context, tokens a request")
     axes.set_ylabel("ms a token")
