@@ -1,4 +1,6 @@
-"""Which tests run where."""
+"""Which tests run where, and how small maths is run."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,3 +17,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=gpu)
     items[:] = [item for item in items if item not in set(gpu)]
+
+
+@pytest.fixture
+def one_seed_and_thread() -> Iterator[None]:
+    """The matrices are tiny: a thread pool on a busy machine makes them twenty times slower."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
