@@ -1,9 +1,14 @@
 """Which tests run where, and how small maths is run."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Without a GPU the Triton kernels run in the interpreter, which must be chosen before any test imports one of them.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,14 +1,11 @@
-"""Without a GPU the Triton kernels run in the interpreter, which must be chosen before they are imported."""
+"""Kernel tests run in Triton's interpreter (see ``tests/conftest.py``) or, the same ones, on a GPU."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(
