@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,17 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+SERVED = [Path(__file__).parent / folder for folder in ("model", "reliability")]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU leave its tests out, unless they were asked for by name of their marker: then they say why not."""
+    """Mark what serves a real model. Without a GPU leave its tests out, unless they were asked for by name.
+
+    Asked for (by their marker), they say why they do not run.
+    """
+    for item in items:
+        if any(folder in item.path.parents for folder in SERVED):
+            item.add_marker(pytest.mark.model)
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]

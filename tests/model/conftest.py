@@ -11,12 +11,6 @@ import pytest
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.model)
-
-
 @pytest.fixture(scope="session")
 def model() -> str:
     from oscar_vllm.demo.model import ensure_demo_model

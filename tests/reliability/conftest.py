@@ -2,26 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from model.conftest import Start, in_process
+from model.conftest import Start, in_process, model
 from tiny_model import write_checkpoint
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.model)
-
-
-@pytest.fixture(scope="session")
-def model() -> str:
-    """The demo's model."""
-    from oscar_vllm.demo.model import ensure_demo_model
-
-    return str(ensure_demo_model())
+__all__ = ["model"]  # a fixture
 
 
 @pytest.fixture(scope="session")
