@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from oscar_vllm.calibration.centering import attended_key_mean
 from oscar_vllm.calibration.criterion import Criterion
 from oscar_vllm.calibration.diagnostics import Side, diagnose
 from oscar_vllm.calibration.layer import LayerCalibration
@@ -71,8 +72,8 @@ def build_recipe(
         query=_stack([side.choice.transform.restore.mT for side in keys]),
         value=_stack([side.choice.transform.stored for side in values]),
         output=_stack([side.choice.transform.restore for side in values]),
-        key_mean=_stack([layer.statistics.key_mean for layer in layers]) * center,
-        value_mean=_stack([layer.statistics.value_mean for layer in layers]) * center,
+        key_mean=_stack([side.mean for side in keys]),
+        value_mean=_stack([side.mean for side in values]),
         key_clip=_stack([side.choice.clip for side in keys]),
         value_clip=_stack([side.choice.clip for side in values]),
         key_gain=_stack([side.choice.gain for side in keys]),
@@ -85,13 +86,14 @@ def _build_layer(
     layer: LayerCalibration, method: Method, center: bool, device: torch.device, searched: bool
 ) -> tuple[Side, Side]:
     statistics = layer.statistics.to(device)
-    found = layer_transforms(statistics, layer.output_weight, method, center)
+    criteria = [Criterion(sample.to(device), layer.output_weight) for sample in layer.samples] if searched else []
+    key_mean, value_mean = attended_key_mean(statistics.key_mean, criteria) * center, statistics.value_mean * center
+    found = layer_transforms(statistics, layer.output_weight, method, key_mean, value_mean)
     if searched:
-        criteria = [Criterion(sample.to(device), layer.output_weight) for sample in layer.samples]
         key = search(
             [criterion.key_error for criterion in criteria],
             [criterion.key for criterion in criteria],
-            statistics.key_mean.float() * center,
+            key_mean.float(),
             found.key,
             published=found.published_key,
             published_clip=KEY_CLIP,
@@ -100,17 +102,16 @@ def _build_layer(
         value = search(
             [criterion.value_error for criterion in criteria],
             [criterion.value for criterion in criteria],
-            statistics.value_mean.float() * center,
+            value_mean.float(),
             found.value,
             published=found.published_value,
             published_clip=VALUE_CLIP,
         )
     else:
         key, value = _published(found.key, KEY_CLIP), _published(found.value, VALUE_CLIP)
-    key_mean, value_mean = (statistics.key_mean, statistics.value_mean) if center else (None, None)
     return (
-        Side(statistics.key_covariance(key_mean), statistics.query_covariance, key),
-        Side(statistics.value_covariance(value_mean), statistics.output_covariance(value_mean), value),
+        Side(key_mean, statistics.key_covariance(key_mean), statistics.query_covariance, key),
+        Side(value_mean, statistics.value_covariance(value_mean), statistics.output_covariance(value_mean), value),
     )
 
 

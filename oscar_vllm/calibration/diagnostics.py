@@ -11,8 +11,10 @@ from oscar_vllm.recipe_diagnostics import SPECTRUM_POINTS, RecipeDiagnostics, Si
 
 @dataclass(frozen=True)
 class Side:
-    """The keys or values of one layer: their covariance about what is subtracted, what an error meets, the choice."""
+    """One layer's keys or values: what is subtracted, their covariance about it, what an error meets, the choice."""
 
+    mean: torch.Tensor
+    """[H, D], zero where rows are not centered."""
     covariance: torch.Tensor
     """[H, D, D]"""
     weight: torch.Tensor

@@ -28,9 +28,15 @@ class LayerTransforms:
 
 
 def layer_transforms(
-    statistics: LayerStatistics, output_weight: torch.Tensor | None, method: Method, center: bool
+    statistics: LayerStatistics,
+    output_weight: torch.Tensor | None,
+    method: Method,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
 ) -> LayerTransforms:
     """Transforms of one layer, [H, D, D] float32 on the statistics' device.
+
+    ``key_mean`` and ``value_mean`` [H, D] are subtracted from rows before they are transformed (zero: nothing is).
 
     - ``oscar``: R = U H P per KV head, R_K from QᵀQ. R_V has to spread what will be stored, weighted by attention as
       the output sees it: if values are stored less their mean m, that is (V - 1m)ᵀ SᵀS (V - 1m) = (O - 1m)ᵀ(O - 1m).
@@ -39,7 +45,6 @@ def layer_transforms(
       along the axes that the rotations use.
     - ``hadamard``: H alone (QuaRot).
     """
-    key_mean, value_mean = (statistics.key_mean, statistics.value_mean) if center else (None, None)
     queries, outputs = statistics.query_covariance, statistics.output_covariance(value_mean)
     key, value = _rotation("rotation", rotation(queries)), _rotation("rotation", rotation(outputs))
     keys_spread, values_spread = statistics.key_covariance(key_mean), statistics.value_covariance(value_mean)
