@@ -7,6 +7,7 @@ import torch
 from oscar_vllm.calibration.centering import attended_key_mean
 from oscar_vllm.calibration.criterion import Criterion
 from oscar_vllm.calibration.diagnostics import Side, diagnose
+from oscar_vllm.calibration.drift import drift, spread_out
 from oscar_vllm.calibration.layer import LayerCalibration
 from oscar_vllm.calibration.methods import Method, layer_transforms
 from oscar_vllm.calibration.search import KEY_OVERSHOOT, MOMENTS, ROUNDS, Choice, Transform, search
@@ -86,9 +87,14 @@ def _build_layer(
     layer: LayerCalibration, method: Method, center: bool, device: torch.device, searched: bool
 ) -> tuple[Side, Side]:
     statistics = layer.statistics.to(device)
-    criteria = [Criterion(sample.to(device), layer.output_weight) for sample in layer.samples] if searched else []
+    samples = [sample.to(device) for sample in layer.samples] if searched else []
+    criteria = [Criterion(sample, layer.output_weight) for sample in samples]
     key_mean, value_mean = attended_key_mean(statistics.key_mean, criteria) * center, statistics.value_mean * center
-    found = layer_transforms(statistics, layer.output_weight, method, key_mean, value_mean)
+    drifting = None
+    if layer.rotary is not None and samples:
+        drifting = drift(samples, layer.rotary, key_mean)
+        criteria = [Criterion(sample, layer.output_weight) for sample in spread_out(samples, layer.rotary)]
+    found = layer_transforms(statistics, layer.output_weight, method, key_mean, value_mean, drifting)
     if searched:
         key = search(
             [criterion.key_error for criterion in criteria],

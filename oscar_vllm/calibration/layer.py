@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from oscar_vllm.calibration.rotary import Rotary
 from oscar_vllm.calibration.sample import AttentionSample
 from oscar_vllm.calibration.statistics import LayerStatistics
 
@@ -20,6 +21,8 @@ class LayerCalibration:
     """None at all: no search, the published clips."""
     output_weight: torch.Tensor | None = None
     """[H, D, D] W_o W_oᵀ of each KV head; None where it cannot be read, and then the identity is used."""
+    rotary: Rotary | None = None
+    """None where queries and keys do not turn with their position, or in another way."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors on the CPU, for ``torch.save``."""
@@ -27,13 +30,15 @@ class LayerCalibration:
             "statistics": self.statistics.state_dict(),
             "samples": [sample.state_dict() for sample in self.samples],
             "output_weight": None if self.output_weight is None else self.output_weight.cpu(),
+            "rotary": None if self.rotary is None else self.rotary.state_dict(),
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """The inverse of ``state_dict``."""
         samples = [AttentionSample.from_state_dict(sample) for sample in state["samples"]]
-        return cls(LayerStatistics.from_state_dict(state["statistics"]), samples, state["output_weight"])
+        rotary = None if state["rotary"] is None else Rotary.from_state_dict(state["rotary"])
+        return cls(LayerStatistics.from_state_dict(state["statistics"]), samples, state["output_weight"], rotary)
 
     @classmethod
     def join_heads(cls, parts: Sequence[Self]) -> Self:
@@ -46,6 +51,7 @@ class LayerCalibration:
             LayerStatistics.join_heads([part.statistics for part in parts]),
             _join_samples([part.samples for part in parts], AttentionSample.join_heads),
             _of_all([part.output_weight for part in parts], torch.cat),
+            parts[0].rotary,
         )
 
     @classmethod
@@ -59,6 +65,7 @@ class LayerCalibration:
             LayerStatistics.join_queries([part.statistics for part in parts]),
             _join_samples([part.samples for part in parts], AttentionSample.join_queries),
             _of_all([part.output_weight for part in parts], lambda weights: torch.stack(weights).sum(0)),
+            parts[0].rotary,
         )
 
 

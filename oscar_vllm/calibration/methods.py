@@ -33,16 +33,18 @@ def layer_transforms(
     method: Method,
     key_mean: torch.Tensor,
     value_mean: torch.Tensor,
+    drift: torch.Tensor | None = None,
 ) -> LayerTransforms:
     """Transforms of one layer, [H, D, D] float32 on the statistics' device.
 
-    ``key_mean`` and ``value_mean`` [H, D] are subtracted from rows before they are transformed (zero: nothing is).
+    ``key_mean`` and ``value_mean`` [H, D] are subtracted from rows before they are transformed (zero: nothing is);
+    ``drift`` [H, N, D] is what keys far on have on top of it (None: not known).
 
     - ``oscar``: R = U H P per KV head, R_K from QᵀQ. R_V has to spread what will be stored, weighted by attention as
       the output sees it: if values are stored less their mean m, that is (V - 1m)ᵀ SᵀS (V - 1m) = (O - 1m)ᵀ(O - 1m).
     - ``oscar-per-layer``: as published, one R for all heads of a layer.
     - ``geometric-mean``: the transform that balances the spread of what is stored against what an error of it costs,
-      along the axes that the rotations use.
+      along the axes that the rotations use, behind the one along which keys drift.
     - ``hadamard``: H alone (QuaRot).
     """
     queries, outputs = statistics.query_covariance, statistics.output_covariance(value_mean)
@@ -53,7 +55,7 @@ def layer_transforms(
         "oscar-per-layer": lambda: (_shared(queries), _shared(outputs)),
         "hadamard": lambda: (_hadamard(queries), _hadamard(outputs)),
         "geometric-mean": lambda: (
-            _geometric_mean(keys_spread, queries, queries),
+            _geometric_mean(keys_spread, queries, queries, drift),
             _geometric_mean(values_spread, _or_identity(output_weight, outputs), outputs),
         ),
     }
@@ -72,8 +74,10 @@ def _hadamard(like: torch.Tensor) -> Transform:
     return _rotation("hadamard", hadamard(like.shape[-1]).to(like.device).float().expand_as(like).contiguous())
 
 
-def _geometric_mean(rows: torch.Tensor, weight: torch.Tensor, axes: torch.Tensor) -> Transform:
-    stored, read = geometric_mean_transform(rows, weight, axes, ridge=RIDGE)
+def _geometric_mean(
+    rows: torch.Tensor, weight: torch.Tensor, axes: torch.Tensor, drift: torch.Tensor | None = None
+) -> Transform:
+    stored, read = geometric_mean_transform(rows, weight, axes, drift=drift, ridge=RIDGE)
     return Transform("geometric mean", stored, read.mT.contiguous())
 
 

@@ -1,5 +1,6 @@
 """Calibration from end to end: a text in, a recipe on disk."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from oscar_vllm.backend.recipes import cached_recipe_path
 from oscar_vllm.calibration.build import build_recipe
-from oscar_vllm.calibration.collect import CalibrationError, Progress, collect, model_geometry
+from oscar_vllm.calibration.collect import SEQUENCE_TOKENS, CalibrationError, Progress, collect, model_geometry
 from oscar_vllm.calibration.methods import Method
 from oscar_vllm.calibration.text import text_hash
 from oscar_vllm.recipe import OscarRecipe
@@ -16,6 +17,7 @@ from oscar_vllm.recipe_format import MEANS
 __all__ = ["DEFAULT_TOKENS", "CalibrationError", "add_means", "calibrate"]
 
 DEFAULT_TOKENS = 8192
+logger = logging.getLogger("vllm.oscar")
 
 
 def calibrate(
@@ -56,6 +58,15 @@ def calibrate(
     collected = collect(
         model, text=text, tokens=tokens, sample=search, resume=resume, progress=progress, **engine_options
     )
+    unknown = sum(layer.rotary is None for layer in collected.layers)
+    if search and unknown and collected.geometry.rope_theta > 0:
+        logger.warning(
+            "How keys turn with their position is not known of %d of %d layers; check with `oscar eval --needle` that "
+            "the recipe holds far beyond the %d positions of a calibration prompt.",
+            unknown,
+            len(collected.layers),
+            SEQUENCE_TOKENS,
+        )
     recipe = build_recipe(
         collected.layers,
         collected.geometry,

@@ -6,6 +6,8 @@ from typing import Any, Self
 
 import torch
 
+from oscar_vllm.calibration.rotary import RotaryWatch
+
 SAMPLES = 4
 """Sequences of a layer; one alone is too little to choose among quantizers that lie close together."""
 SAMPLE_TOKENS = 1024
@@ -94,12 +96,15 @@ class AttentionSample:
 
 
 class SampleObserver:
-    """Takes a sample of every prefill it sees."""
+    """Takes a sample of every prefill it sees, and notes which rotary embedding its queries went through."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, watch: RotaryWatch) -> None:
         self.scale = scale
+        self.watch = watch
+        self.rotary: torch.nn.Module | None = None
         self.samples: list[AttentionSample] = []
 
     def update(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """As ``LayerStatistics.update``; the output is not needed."""
+        self.rotary = self.watch.take()
         self.samples.append(AttentionSample.take(query, key, value, self.scale))

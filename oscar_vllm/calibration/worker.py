@@ -8,6 +8,7 @@ import torch
 from oscar_vllm.backend.attention import OscarImpl
 from oscar_vllm.calibration.layer import LayerCalibration
 from oscar_vllm.calibration.output_weights import output_gram
+from oscar_vllm.calibration.rotary import Rotary, RotaryWatch
 from oscar_vllm.calibration.sample import SampleObserver
 from oscar_vllm.calibration.statistics import BehindSinks, LayerStatistics
 
@@ -20,6 +21,7 @@ class CalibrationWorker:
     device: Any
     oscar_statistics: dict[int, LayerStatistics]
     oscar_samples: dict[int, SampleObserver]
+    oscar_rotary: RotaryWatch
 
     def _attention_layers(self) -> dict[int, tuple[str, OscarImpl]]:
         from vllm.model_executor.models.utils import extract_layer_index
@@ -63,8 +65,9 @@ class CalibrationWorker:
 
     def oscar_start_sample(self) -> None:
         """Keep a sample of every prefill from now on; the statistics do not see them."""
+        self.oscar_rotary = RotaryWatch(self.model_runner.get_model())
         for index, (_, impl) in self._attention_layers().items():
-            self.oscar_samples[index] = impl.observer = SampleObserver(impl.scale)
+            self.oscar_samples[index] = impl.observer = SampleObserver(impl.scale, self.oscar_rotary)
 
     def oscar_save_statistics(self, folder: str) -> str:
         """Write what this rank collected to a file of its own and return its path.
@@ -87,6 +90,9 @@ class CalibrationWorker:
             weight = None
             if samples:  # only a search reads the output weights
                 weight = output_gram(modules, name, impl.num_kv_heads, impl.num_heads, impl.head_size, dtype)
-            states[index] = LayerCalibration(self.oscar_statistics[index], samples, weight).state_dict()
+            rotary = Rotary.of(observer.rotary) if observer else None
+            states[index] = LayerCalibration(self.oscar_statistics[index], samples, weight, rotary).state_dict()
+        if self.oscar_samples:
+            self.oscar_rotary.close()
         torch.save({"first_head": rank * total // ranks, "layers": states}, path)
         return str(path)

@@ -39,6 +39,11 @@ def test_every_layer_is_seen_whole(collected: Collected) -> None:
             assert sample.scale == pytest.approx(geometry.head_size**-0.5)
         first, second = layer.samples[:2]
         assert not torch.equal(first.key, second.key)
+        assert layer.rotary is not None
+        assert layer.rotary.positions == 8192
+        torch.testing.assert_close(
+            layer.rotary.angle, 100_000.0 ** -(torch.arange(32).double() / 32), rtol=1e-3, atol=0
+        )
 
 
 def test_output_weights_are_those_of_the_checkpoint(collected: Collected, model: str) -> None:
