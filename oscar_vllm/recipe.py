@@ -101,8 +101,9 @@ class OscarRecipe:
 
     def content_hash(self) -> str:
         """16 hexadecimal digits over all tensors and metadata, less the diagnostics, which change nothing served."""
-        # A recipe from before there was a choice of the start keeps its hash.
-        exclude = {"diagnostics"} | ({"start"} if self.metadata.start == "range" else set())
+        # A recipe from before there were these fields keeps its hash.
+        later = {"start": "range", "positions": 0}
+        exclude = {"diagnostics"} | {name for name, absent in later.items() if getattr(self.metadata, name) == absent}
         digest = hashlib.sha256(self.metadata.model_dump_json(exclude=exclude).encode())
         for name, tensor in self.tensors().items():
             digest.update(name.encode())

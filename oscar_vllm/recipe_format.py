@@ -56,6 +56,8 @@ class RecipeMetadata(BaseModel):
     """Least-squares refits of scale and minimum to the codes when a row is written."""
     start: Literal["range", "moments"] = "range"
     """What scale and minimum of a row start from: its range after the clip, or its mean and standard deviation."""
+    positions: Annotated[int, Field(ge=0)] = 0
+    """Over which calibration followed the keys; 0: it saw those of its own prompts alone."""
     text_hash: str
     """Of the calibration text; empty without calibration."""
     tokens: Annotated[int, Field(ge=0)]

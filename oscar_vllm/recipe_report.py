@@ -32,9 +32,11 @@ def report(recipe: OscarRecipe, console: Console) -> None:
     data = recipe.metadata
     centered = "centered" if data.centered else "NOT centered"
     tokens = f"calibrated on {data.tokens:,} tokens" if data.tokens else "not calibrated"
+    positions = f"keys followed over {data.positions:,} positions" if data.positions else "keys not followed far on"
     console.print(f"Recipe {recipe.content_hash()[:12]} of {data.model} ({data.geometry})", soft_wrap=True)
     console.print(
-        f"method {data.method}, {tokens}, {centered}, {data.rounds} least-squares rounds from the {data.start}",
+        f"method {data.method}, {tokens}, {centered}, {positions}, "
+        f"{data.rounds} least-squares rounds from the {data.start}",
         soft_wrap=True,
     )
     for name in ("key", "value"):

@@ -144,7 +144,8 @@ def test_content_hash_sees_every_tensor_and_the_metadata(tmp_path: Path) -> None
         hashes.add(OscarRecipe.load(write(tmp_path / name, {name: nudged})).content_hash())
     hashes.add(OscarRecipe.load(write(tmp_path / "rounds", rounds="4")).content_hash())
     hashes.add(OscarRecipe.load(write(tmp_path / "start", start="moments")).content_hash())
-    assert len(hashes) == len(TENSORS) + 3
+    hashes.add(OscarRecipe.load(write(tmp_path / "positions", positions="32768")).content_hash())
+    assert len(hashes) == len(TENSORS) + 4
 
 
 def test_layer_and_heads() -> None:

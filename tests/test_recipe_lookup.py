@@ -11,7 +11,7 @@ from tiny_model import GEOMETRY, write_config
 
 from oscar_vllm.backend import recipes
 from oscar_vllm.backend.recipes import cached_recipe_path, fingerprint, load_recipe, recipe_path
-from oscar_vllm.backend.startup_log import UNCENTERED, log_startup
+from oscar_vllm.backend.startup_log import UNCENTERED, log_startup, near_only
 from oscar_vllm.cache.layout import PageLayout
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import OscarRecipe, RecipeError
@@ -31,7 +31,9 @@ def model(tmp_path: Path) -> Path:
 
 def recipe(model: str = "org/m", centered: bool = True) -> OscarRecipe:
     plain = OscarRecipe.hadamard(GEOMETRY, model)
-    metadata = plain.metadata.model_copy(update={"method": "oscar", "tokens": 8192, "centered": centered})
+    metadata = plain.metadata.model_copy(
+        update={"method": "oscar", "tokens": 8192, "centered": centered, "positions": 8192}
+    )
     return OscarRecipe(**plain.tensors(), metadata=metadata)
 
 
@@ -140,6 +142,24 @@ def test_an_uncentered_recipe_is_warned_about(tmp_path: Path, monkeypatch: pytes
     log_startup(config("org/m", recipe=str(tmp_path / "r")))
     assert warnings == ([] if centered else [UNCENTERED])
     assert "--means-only" in UNCENTERED
+
+
+@pytest.mark.parametrize(
+    ("known", "centered", "warned"),
+    [(8192, True, False), (4096, True, True), (0, True, True), (0, False, False)],
+    ids=["all positions", "fewer than served", "a prompt's alone", "nothing to turn away"],
+)
+def test_a_recipe_that_does_not_hold_far_on_is_warned_about(known: int, centered: bool, warned: bool) -> None:
+    made = recipe(centered=centered)
+    made = OscarRecipe(**made.tensors(), metadata=made.metadata.model_copy(update={"positions": known}))
+    found = near_only(made, 8192)
+    assert (found is not None) is warned
+    if found is not None:
+        assert found.startswith(
+            f"OSCAR recipe knows keys of the first {known or 2048:,} positions and requests may have "
+        )
+        assert "oscar calibrate" in found
+    assert near_only(made, 2048) is None
 
 
 def test_no_block_no_log(monkeypatch: pytest.MonkeyPatch) -> None:

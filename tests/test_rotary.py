@@ -132,7 +132,9 @@ def test_a_bias_that_turns_away_does_not_drown_the_keys() -> None:
     error = {}
     for known in (None, rotary):
         layer = LayerCalibration(statistics, samples, rotary=known)
-        one = build_recipe([layer], geometry, model="m", text_hash="", tokens=T).layer(0)
+        recipe = build_recipe([layer], geometry, model="m", text_hash="", tokens=T)
+        assert recipe.metadata.positions == (0 if known is None else known.positions)
+        one = recipe.layer(0)
         for where, text in (("near", samples), ("far", spread_out(samples, rotary)[-1:])):
             found = []
             for sample in text:

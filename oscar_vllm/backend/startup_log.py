@@ -7,6 +7,7 @@ from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.cache.capacity import tokens_that_fit
 from oscar_vllm.cache.layout import FORMAT_VERSION, PageLayout, bits_per_element
 from oscar_vllm.config import OscarConfig
+from oscar_vllm.recipe import OscarRecipe
 
 logger = logging.getLogger("vllm.oscar")
 
@@ -15,6 +16,21 @@ UNCENTERED = (
     "times the divergence, and useless output from models with key biases (Qwen2). `oscar calibrate MODEL` makes a "
     "centered recipe, `oscar calibrate MODEL --means-only --recipe RECIPE` adds the means to this one."
 )
+PROMPT_POSITIONS = 2048
+"""Of a calibration prompt: what a recipe knows that does not say how far its keys were followed."""
+
+
+def near_only(recipe: OscarRecipe, tokens: int) -> str | None:
+    """What to warn of if a request may have ``tokens`` tokens and the recipe's means do not hold that far."""
+    metadata = recipe.metadata
+    known = max(metadata.positions, PROMPT_POSITIONS)
+    if not metadata.centered or metadata.geometry.rope_theta == 0 or tokens <= known:
+        return None
+    return (
+        f"OSCAR recipe knows keys of the first {known:,} positions and requests may have {tokens:,}: further on, "
+        "models with key biases (Qwen2) may answer nonsense. `oscar calibrate MODEL` makes a recipe for all positions "
+        "of MODEL."
+    )
 
 
 def describe(vllm_config: Any, pool_blocks: int) -> list[str]:
@@ -44,5 +60,8 @@ def log_startup(vllm_config: Any) -> None:
         return
     for line in describe(vllm_config, blocks):
         logger.info(line)
-    if not load_recipe(vllm_config).metadata.centered:
+    recipe = load_recipe(vllm_config)
+    if not recipe.metadata.centered:
         logger.warning(UNCENTERED)
+    if far := near_only(recipe, vllm_config.model_config.max_model_len):
+        logger.warning(far)

@@ -64,6 +64,7 @@ def build_recipe(
         centered=center,
         rounds=ROUNDS if searched else 0,
         start="moments" if searched and MOMENTS else "range",
+        positions=_positions(layers) if searched and method == "geometric-mean" else 0,
         text_hash=text_hash,
         tokens=tokens,
         diagnostics=diagnose(keys, values, _sample_tokens(layers) if searched else 0),
@@ -139,6 +140,11 @@ def _check(statistics: Sequence[LayerStatistics], geometry: ModelGeometry) -> No
             raise RecipeError(f"Calibration saw no token in layer {index}; give a longer text.")
         if not all(torch.isfinite(part).all() for part in (layer.query_gram, layer.output_gram, layer.key_gram)):
             raise RecipeError(f"Calibration met a number that is not finite in layer {index}; check the model's dtype.")
+
+
+def _positions(layers: Sequence[LayerCalibration]) -> int:
+    """Over which the keys of every layer were followed."""
+    return min(layer.rotary.positions if layer.rotary is not None else 0 for layer in layers)
 
 
 def _sample_tokens(layers: Sequence[LayerCalibration]) -> int:
