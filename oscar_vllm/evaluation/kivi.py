@@ -5,17 +5,15 @@ Keys are quantized per channel in groups of 32 tokens, values per token in group
 (KIVI's residual). Windows and chunks are those of the served measurement, so that the figures can be compared.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from oscar_vllm.evaluation.divergence import Quality, Rows, compare_rows
+from oscar_vllm.evaluation.reference_attention import Attention, attending
 
 GROUP = 32
-_NAME = "oscar_kivi_like"
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def quantize_groups(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -31,12 +29,9 @@ def quantize_groups(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def kivi_attention(sink: int, recent: int, chunk: int) -> Attention:
-    """Causal attention that reads each chunk of queries' past as the cache would give it.
+    """Causal attention that reads each chunk of queries' past as the cache would give it."""
 
-    The function takes query [H, T, D], key and value [H_kv, T, D] and the softmax scale, and returns [H, T, D].
-    """
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, layer: int) -> torch.Tensor:
         group = query.shape[0] // key.shape[0]
         stored_value = quantize_groups(value, -1)
         outputs = []
@@ -74,29 +69,10 @@ def kivi_quality(
             ids = torch.tensor([list(prompt)], device=device)
             reference = network.model(ids, use_cache=False).last_hidden_state[0]
             for part, (sink, recent) in zip(rows, windows, strict=True):
-                with _attention(network, kivi_attention(sink, recent, chunk)):
+                with attending(network, kivi_attention(sink, recent, chunk)):
                     hidden = network.model(ids, use_cache=False).last_hidden_state[0]
                 for start in range(skip, ids.shape[1] - 1, chunk):
                     end = min(start + chunk, ids.shape[1] - 1)
                     logits, other = (network.lm_head(states[start:end]) for states in (reference, hidden))
                     part.append(compare_rows(logits, other, ids[0, start + 1 : end + 1]))
     return [Quality.of(part) for part in rows]
-
-
-@contextmanager
-def _attention(network: Any, attend: Attention) -> Iterator[None]:
-    """Let a transformers model attend with ``attend``."""
-    from transformers import AttentionInterface
-
-    def interface(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        return attend(query[0], key[0], value[0], scaling).transpose(0, 1)[None], None
-
-    AttentionInterface.register(_NAME, interface)
-    before = network.config._attn_implementation
-    network.set_attn_implementation(_NAME)
-    try:
-        yield
-    finally:
-        network.set_attn_implementation(before)

@@ -43,11 +43,11 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("windows", [(0, 150), (150, 0)], ids=["all recent", "all sink"])
 def test_windows_that_hold_everything_are_exact(qkv: tuple[torch.Tensor, ...], windows: tuple[int, int]) -> None:
-    torch.testing.assert_close(kivi_attention(*windows, chunk=16)(*qkv, 0.2), exact(*qkv), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(kivi_attention(*windows, chunk=16)(*qkv, 0.2, 0), exact(*qkv), rtol=1e-4, atol=1e-5)
 
 
 def test_only_what_left_the_windows_is_quantized(qkv: tuple[torch.Tensor, ...]) -> None:
-    difference = (kivi_attention(16, 32, chunk=16)(*qkv, 0.2) - exact(*qkv)).abs().amax((0, 2))
+    difference = (kivi_attention(16, 32, chunk=16)(*qkv, 0.2, 0) - exact(*qkv)).abs().amax((0, 2))
     assert difference[:48].max() < 1e-5  # sink, recent and the chunk itself
     assert difference[64:].min() > 1e-4
 
@@ -55,6 +55,6 @@ def test_only_what_left_the_windows_is_quantized(qkv: tuple[torch.Tensor, ...]) 
 def test_a_group_of_keys_waits_until_it_is_whole(qkv: tuple[torch.Tensor, ...]) -> None:
     q, k, _ = qkv
     one = torch.ones_like(k)  # constant values: any key error cancels, so only key-free outputs can be exact
-    torch.testing.assert_close(kivi_attention(0, 0, chunk=16)(q, k, one, 0.2), torch.ones_like(q))
-    difference = (kivi_attention(0, 0, chunk=16)(*qkv, 0.2) - exact(*qkv)).abs().amax((0, 2))
+    torch.testing.assert_close(kivi_attention(0, 0, chunk=16)(q, k, one, 0.2, 0), torch.ones_like(q))
+    difference = (kivi_attention(0, 0, chunk=16)(*qkv, 0.2, 0) - exact(*qkv)).abs().amax((0, 2))
     assert difference[:16].max() < 1e-5

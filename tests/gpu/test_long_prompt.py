@@ -31,6 +31,8 @@ def test_a_long_prompt_takes_no_memory_that_a_short_one_does_not(
         max_num_batched_tokens=2048,
         gpu_memory_utilization=0.9,
         enable_prefix_caching=False,
+        # Starts in seconds; what a prefill needs does not depend on it.
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]},
     )
     ids = torch.randint(5, 500, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)

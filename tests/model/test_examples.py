@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from functools import partial
@@ -36,7 +37,8 @@ def run(model: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        monkeypatch.setattr(module, "engine", partial(engine, enforce_eager=True))
+        if hasattr(module, "engine"):
+            monkeypatch.setattr(module, "engine", partial(engine, enforce_eager=True))
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         with in_process():
             module.main()
@@ -65,3 +67,14 @@ def test_offline_batch(run: Any, model: str, tmp_path: Path, capsys: pytest.Capt
     run("offline_batch", model, str(document))
     out = capsys.readouterr().out
     assert out.count("tokens cached]") == 3
+
+
+def test_far_positions(run: Any, model: str, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("far_positions", model, str(recipe), "--positions", "0", "6000", "--tokens", "420")
+    pattern = re.compile(rf"{recipe} at position (\S+): KL (\S+) ± \S+, top-1 \S+, 99 positions")
+    near, far = (pattern.fullmatch(line) for line in capsys.readouterr().out.splitlines()[-2:])
+    assert near is not None
+    assert far is not None
+    assert (near[1], far[1]) == ("0", "6,000")
+    assert 0 < float(near[2]) < 0.05
+    assert 0 < float(far[2]) < 0.05
