@@ -10,7 +10,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from oscar_vllm.calibration.build import build_recipe
 from oscar_vllm.calibration.criterion import Criterion, restored_parts
-from oscar_vllm.calibration.drift import POINTS, drift, spread_out
+from oscar_vllm.calibration.drift import POINTS, SPREAD_SHARE, drift, spread_covariance, spread_out
 from oscar_vllm.calibration.layer import LayerCalibration
 from oscar_vllm.calibration.rotary import Rotary, RotaryWatch
 from oscar_vllm.calibration.sample import AttentionSample
@@ -166,3 +166,18 @@ def test_drift_is_the_mean_turned_less_what_is_subtracted() -> None:
     torch.testing.assert_close(found[:, 0], origin - mean)
     last = rotary.turn(origin[:, None], torch.tensor([LONGEST - 1]))[:, 0]
     torch.testing.assert_close(found[:, -1], last - mean, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["halves", "pairs", "a quarter of the channels"])
+def test_a_covariance_is_that_of_the_rows_wherever_they_stand(kind: str) -> None:
+    rotary = Rotary.of(rope(**KINDS[kind]))
+    assert rotary is not None
+    rows = torch.randn(H, 300, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = rows @ torch.randn(D, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    average = torch.zeros(H, D, D, dtype=torch.float64)
+    places = torch.linspace(0, rotary.positions - 1, 33, dtype=torch.float64)
+    for place in places:
+        there = rotary.turn(rows, place[None])
+        average += there.mT @ there / len(places)
+    given = spread_covariance(rows.mT @ rows, rotary)
+    torch.testing.assert_close(given, torch.lerp(rows.mT @ rows, average, SPREAD_SHARE), rtol=1e-9, atol=1e-6)

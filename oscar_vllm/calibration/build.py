@@ -7,7 +7,7 @@ import torch
 from oscar_vllm.calibration.centering import attended_key_mean
 from oscar_vllm.calibration.criterion import Criterion
 from oscar_vllm.calibration.diagnostics import Side, diagnose
-from oscar_vllm.calibration.drift import drift, spread_out
+from oscar_vllm.calibration.drift import spread_out
 from oscar_vllm.calibration.layer import LayerCalibration
 from oscar_vllm.calibration.methods import Method, layer_transforms
 from oscar_vllm.calibration.search import KEY_OVERSHOOT, MOMENTS, ROUNDS, Choice, Transform, search
@@ -91,11 +91,9 @@ def _build_layer(
     samples = [sample.to(device) for sample in layer.samples] if searched else []
     criteria = [Criterion(sample, layer.output_weight) for sample in samples]
     key_mean, value_mean = attended_key_mean(statistics.key_mean, criteria) * center, statistics.value_mean * center
-    drifting = None
-    if layer.rotary is not None and samples:
-        drifting = drift(samples, layer.rotary, key_mean)
+    found = layer_transforms(statistics, layer.output_weight, method, key_mean, value_mean, samples, layer.rotary)
+    if layer.rotary is not None:
         criteria = [Criterion(sample, layer.output_weight) for sample in spread_out(samples, layer.rotary)]
-    found = layer_transforms(statistics, layer.output_weight, method, key_mean, value_mean, drifting)
     if searched:
         key = search(
             [criterion.key_error for criterion in criteria],

@@ -15,6 +15,12 @@ from oscar_vllm.calibration.sample import AttentionSample, sink_tokens
 
 POINTS = 257
 """Positions that the way of the mean is followed at."""
+SPREAD_POINTS = 33
+"""Positions that a covariance is averaged over."""
+SPREAD_SHARE = 0.5
+"""Of that average in the covariance that transforms are made from. (SmolLM2-135M, reference maths, KL at position 0 and
+6,500: 0.0031 and 0.0293 without any of this, 0.0043 and 0.0110 with a quarter, 0.0033 and 0.0077 with half, 0.0044 and
+0.0074 with all of it; standard errors up to 0.0006.)"""
 
 
 def drift(samples: Sequence[AttentionSample], rotary: Rotary, mean: torch.Tensor) -> torch.Tensor:
@@ -36,6 +42,17 @@ def drift(samples: Sequence[AttentionSample], rotary: Rotary, mean: torch.Tensor
         tokens += keys.shape[1]
     way = torch.linspace(0, rotary.positions - 1, POINTS, dtype=torch.float64)
     return rotary.turn((origin / tokens)[:, None].expand(-1, POINTS, -1), way) - mean.double()[:, None]
+
+
+def spread_covariance(covariance: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """A covariance [H, D, D] of queries or keys, blended with its average over the model's positions; float64.
+
+    A transform amplifies the directions that vary little, and further on other directions are those.
+    """
+    turned = torch.zeros_like(covariance, dtype=torch.float64)
+    for position in torch.linspace(0, rotary.positions - 1, SPREAD_POINTS, dtype=torch.float64):
+        turned += rotary.turn(rotary.turn(covariance, position[None]).mT, position[None])
+    return torch.lerp(covariance.double(), turned / SPREAD_POINTS, SPREAD_SHARE)
 
 
 def spread_out(samples: Sequence[AttentionSample], rotary: Rotary) -> list[AttentionSample]:

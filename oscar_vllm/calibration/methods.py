@@ -1,11 +1,14 @@
 """The transforms that a layer's keys and values may be stored with, by method."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
+from oscar_vllm.calibration.drift import drift, spread_covariance
+from oscar_vllm.calibration.rotary import Rotary
+from oscar_vllm.calibration.sample import AttentionSample
 from oscar_vllm.calibration.search import Transform
 from oscar_vllm.calibration.statistics import LayerStatistics
 from oscar_vllm.calibration.transforms import geometric_mean_transform, hadamard, rotation
@@ -33,12 +36,13 @@ def layer_transforms(
     method: Method,
     key_mean: torch.Tensor,
     value_mean: torch.Tensor,
-    drift: torch.Tensor | None = None,
+    samples: Sequence[AttentionSample] = (),
+    rotary: Rotary | None = None,
 ) -> LayerTransforms:
     """Transforms of one layer, [H, D, D] float32 on the statistics' device.
 
     ``key_mean`` and ``value_mean`` [H, D] are subtracted from rows before they are transformed (zero: nothing is);
-    ``drift`` [H, N, D] is what keys far on have on top of it (None: not known).
+    ``samples`` and ``rotary`` tell what becomes of keys far on.
 
     - ``oscar``: R = U H P per KV head, R_K from QᵀQ. R_V has to spread what will be stored, weighted by attention as
       the output sees it: if values are stored less their mean m, that is (V - 1m)ᵀ SᵀS (V - 1m) = (O - 1m)ᵀ(O - 1m).
@@ -55,7 +59,7 @@ def layer_transforms(
         "oscar-per-layer": lambda: (_shared(queries), _shared(outputs)),
         "hadamard": lambda: (_hadamard(queries), _hadamard(outputs)),
         "geometric-mean": lambda: (
-            _geometric_mean(keys_spread, queries, queries, drift),
+            _key_balance(keys_spread, queries, key_mean, samples, rotary),
             _geometric_mean(values_spread, _or_identity(output_weight, outputs), outputs),
         ),
     }
@@ -74,10 +78,23 @@ def _hadamard(like: torch.Tensor) -> Transform:
     return _rotation("hadamard", hadamard(like.shape[-1]).to(like.device).float().expand_as(like).contiguous())
 
 
-def _geometric_mean(
-    rows: torch.Tensor, weight: torch.Tensor, axes: torch.Tensor, drift: torch.Tensor | None = None
+def _key_balance(
+    spread: torch.Tensor,
+    queries: torch.Tensor,
+    mean: torch.Tensor,
+    samples: Sequence[AttentionSample],
+    rotary: Rotary | None,
 ) -> Transform:
-    stored, read = geometric_mean_transform(rows, weight, axes, drift=drift, ridge=RIDGE)
+    if rotary is None or not samples:
+        return _geometric_mean(spread, queries, queries)
+    spread, queries = (spread_covariance(matrix, rotary) for matrix in (spread, queries))
+    return _geometric_mean(spread, queries, queries, drift(samples, rotary, mean))
+
+
+def _geometric_mean(
+    rows: torch.Tensor, weight: torch.Tensor, axes: torch.Tensor, drifting: torch.Tensor | None = None
+) -> Transform:
+    stored, read = geometric_mean_transform(rows, weight, axes, drift=drifting, ridge=RIDGE)
     return Transform("geometric mean", stored, read.mT.contiguous())
 
 

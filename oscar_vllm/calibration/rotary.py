@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-_FIRST_ROWS = (1, 4, 16, 64, 256, 1024)
+_FIRST_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 """Positions whose phases the angles are read from, each sharper than the last: a table in BF16 has three digits."""
 _TOLERANCE = 0.02
 """Radians that a phase may be off, by the table's rounding."""

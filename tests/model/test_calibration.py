@@ -41,8 +41,9 @@ def test_every_layer_is_seen_whole(collected: Collected) -> None:
         assert not torch.equal(first.key, second.key)
         assert layer.rotary is not None
         assert layer.rotary.positions == 8192
+        # Read from a table in BF16.
         torch.testing.assert_close(
-            layer.rotary.angle, 100_000.0 ** -(torch.arange(32).double() / 32), rtol=1e-3, atol=0
+            layer.rotary.angle, 100_000.0 ** -(torch.arange(32).double() / 32), rtol=5e-3, atol=0
         )
 
 
