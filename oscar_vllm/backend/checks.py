@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from oscar_vllm.backend.drafting import draft_config, speculation_problem
 from oscar_vllm.backend.flash import is_available
 from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.cache.layout import PAGE_TOKENS
@@ -26,7 +27,8 @@ def selects_oscar(vllm_config: Any) -> bool:
     return getattr(vllm_config.attention_config.backend, "name", None) == "OSCAR"
 
 
-def _model_problem(model: Any) -> str | None:
+def _cache_problem(model: Any) -> str | None:
+    """A cache other than plain full attention's, which neither the model nor its draft model may have."""
     text = model.hf_text_config
     if model.use_mla:
         return "a model with multi-head latent attention (MLA)"
@@ -40,14 +42,21 @@ def _model_problem(model: Any) -> str | None:
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     if any("sliding" in kind or "chunked" in kind for kind in layer_types) or (window and not layer_types):
         return "a model with sliding-window layers"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return "a model whose layers share keys and values"
+    return None
+
+
+def _model_problem(model: Any) -> str | None:
+    text = model.hf_text_config
+    if problem := _cache_problem(model):
+        return problem
     if getattr(text, "attn_logit_softcapping", None):
         return "a model with a soft cap on its attention logits"
     if getattr(text, "alibi", False) or text.model_type in _ALIBI_MODELS:
         return "a model with alibi position biases"
     if getattr(text, "attention_sinks", False) or text.model_type in _SINK_MODELS:
         return "a model with attention sinks of its own"
-    if getattr(text, "num_kv_shared_layers", 0):
-        return "a model whose layers share keys and values"
     # vLLM's own choice of a backend would refuse it; on the CPU it is not asked.
     if getattr(model, "is_mm_prefix_lm", False):
         return "a model whose image tokens attend in both directions"
@@ -124,6 +133,16 @@ def check_serving(vllm_config: Any) -> None:
             f"OSCAR verifies up to {MAX_QUERY_TOKENS - 1} speculative tokens at a time and {drafts} are asked for: set "
             f"num_speculative_tokens to {MAX_QUERY_TOKENS - 1} or fewer"
         )
+    draft = draft_config(vllm_config)
+    problem = _cache_problem(draft) if draft is not None else None
+    if problem is not None:
+        raise UnsupportedByOscarError(
+            f"OSCAR's pool holds draft models with full attention in every layer and {draft.model} is {problem}: name "
+            "another draft model in speculative_config"
+        )
+    problem = speculation_problem(vllm_config)
+    if problem is not None:
+        raise UnsupportedByOscarError(problem)
     # The offloading flag becomes a connector after this check.
     if vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None):
         raise UnsupportedByOscarError(

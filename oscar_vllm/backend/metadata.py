@@ -64,7 +64,11 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         self.is_history = kv_cache_spec.block_size == PAGE_TOKENS
         self.tile_tokens = tile_tokens(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
         if self.is_history and get_tensor_model_parallel_rank() == 0:
-            log_startup(vllm_config)
+            # Beside a draft model with few layers the target's make several groups: the first of them speaks.
+            layers = vllm_config.compilation_config.static_forward_context
+            ours = (name for name in layers if hasattr(getattr(layers[name], "impl", None), "window_name"))
+            if next(ours) in layer_names:
+                log_startup(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

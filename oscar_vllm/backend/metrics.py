@@ -10,8 +10,9 @@ from prometheus_client import Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from oscar_vllm.backend.checks import selects_oscar
+from oscar_vllm.backend.drafting import draft_cache
 from oscar_vllm.backend.recipes import load_recipe
-from oscar_vllm.cache.capacity import tokens_that_fit
+from oscar_vllm.cache.capacity import ALONE, tokens_that_fit
 from oscar_vllm.cache.layout import bits_per_element
 from oscar_vllm.config import OscarConfig
 
@@ -43,9 +44,11 @@ class OscarStatLogger(StatLoggerBase):
         length = config.model_config.max_model_len
         windows = oscar.sink + oscar.recent
         labels = (config.model_config.served_model_name, str(self.engine_index))
+        draft = draft_cache(config)
+        shares = draft.shares if draft else ALONE
         _gauge("oscar:kv_tokens", "KV tokens the cache holds in requests of the model's full length").labels(
             *labels
-        ).set(tokens_that_fit(blocks, length, oscar.sink, oscar.recent))
+        ).set(tokens_that_fit(blocks, length, oscar.sink, oscar.recent, shares))
         head_size = load_recipe(config).geometry.head_size
         _gauge("oscar:bits_per_element", "Bits a cached element takes in requests of the model's full length").labels(
             *labels

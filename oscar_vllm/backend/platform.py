@@ -1,4 +1,4 @@
-"""The two places where vLLM's platform class must know OSCAR: backend choice on the CPU, and start-up checks."""
+"""Where vLLM's platform class must know OSCAR: backend choice on the CPU, start-up checks, a draft model's blocks."""
 
 from typing import Any
 
@@ -29,20 +29,42 @@ def _wrap_backend_choice(platform: type) -> None:
 
 
 def _wrap_config_check(platform: type) -> None:
-    """vLLM calls this once per configuration, in the process that reads the command line: refuse there."""
+    """vLLM calls this once per configuration, first in the process that reads the command line: refuse there."""
     original = platform.check_and_update_config.__func__  # type: ignore[attr-defined]
     if getattr(original, _MARK, False):
         return
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         from oscar_vllm.backend.checks import check_serving, selects_oscar
+        from oscar_vllm.backend.drafting import give_draft_its_backend, is_of_draft
 
         if selects_oscar(vllm_config) and vllm_config.model_config is not None:
-            check_serving(vllm_config)
+            if is_of_draft(vllm_config):
+                give_draft_its_backend(vllm_config)
+            else:
+                check_serving(vllm_config)
         original(cls, vllm_config)
 
     setattr(check_and_update_config, _MARK, True)
     platform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[attr-defined]
+
+
+def _wrap_block_size(platform: type) -> None:
+    """vLLM calls this when all layers are built, before it asks them for their caches."""
+    original = platform.update_block_size_for_backend.__func__  # type: ignore[attr-defined]
+    if getattr(original, _MARK, False):
+        return
+
+    def update_block_size_for_backend(cls: type, vllm_config: Any) -> None:
+        from oscar_vllm.backend.checks import selects_oscar
+        from oscar_vllm.backend.drafting import make_room_for_draft
+
+        original(cls, vllm_config)
+        if selects_oscar(vllm_config):
+            make_room_for_draft(vllm_config)
+
+    setattr(update_block_size_for_backend, _MARK, True)
+    platform.update_block_size_for_backend = classmethod(update_block_size_for_backend)  # type: ignore[attr-defined]
 
 
 def prepare_platform() -> None:
@@ -51,5 +73,7 @@ def prepare_platform() -> None:
 
     platform = type(current_platform)
     _wrap_config_check(platform)
+    if hasattr(platform, "update_block_size_for_backend"):
+        _wrap_block_size(platform)
     if current_platform.is_cpu():
         _wrap_backend_choice(platform)

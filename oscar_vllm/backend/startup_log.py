@@ -3,8 +3,9 @@
 import logging
 from typing import Any
 
+from oscar_vllm.backend.drafting import draft_cache
 from oscar_vllm.backend.recipes import load_recipe
-from oscar_vllm.cache.capacity import tokens_that_fit
+from oscar_vllm.cache.capacity import ALONE, draft_blocks, request_blocks, tokens_that_fit
 from oscar_vllm.cache.layout import FORMAT_VERSION, PageLayout, bits_per_element
 from oscar_vllm.config import OscarConfig
 from oscar_vllm.recipe import OscarRecipe
@@ -41,16 +42,25 @@ def describe(vllm_config: Any, pool_blocks: int) -> list[str]:
     tokens = vllm_config.model_config.max_model_len
     layout = PageLayout(head_size)
     bits = bits_per_element(head_size, tokens, config.sink + config.recent)
-    fit = tokens_that_fit(pool_blocks, tokens, config.sink, config.recent)
-    dense = pool_blocks * layout.page_bytes // (2 * 2 * head_size)
+    draft = draft_cache(vllm_config)
+    shares = draft.shares if draft else ALONE
+    fit = tokens_that_fit(pool_blocks, tokens, config.sink, config.recent, shares)
+    dense = draft.dense_tokens(pool_blocks) if draft else pool_blocks * layout.page_bytes // (2 * 2 * head_size)
     source = f"calibrated on {metadata.tokens:,} tokens" if metadata.tokens else "not calibrated"
     centered = "centered" if metadata.centered else "not centered"
-    return [
+    lines = [
         f"OSCAR recipe {recipe.content_hash()[:12]}: {metadata.method}, {source}, {centered}",
         f"OSCAR cache: sink {config.sink} | history INT2, page format {FORMAT_VERSION} | recent {config.recent}, "
         f"{bits:.2f} bits per element at {tokens:,} tokens",
         f"OSCAR memory: {fit:,} KV tokens in requests of {tokens:,}, {fit / dense:.1f} times what a 16-bit cache holds",
     ]
+    if draft:
+        part = draft_blocks(tokens, shares) / request_blocks(tokens, config.sink, config.recent, shares)
+        lines.append(
+            f"OSCAR draft model: {part:.0%} of that memory is its own cache of 16 bits, in blocks of "
+            f"{draft.block_tokens} tokens"
+        )
+    return lines
 
 
 def log_startup(vllm_config: Any) -> None:
