@@ -23,6 +23,7 @@ from oscar_vllm.recipe import OscarRecipe
 ROWS = ((1, 1024), (1, 4096), (1, 32768), (1, 100000), (8, 32768), (64, 8192))
 PREFILL = (100000,)
 WORKER = "oscar_vllm.bench.serve_worker"
+_MARKERS = "osD^v"
 Figures = list[dict[str, Any]]
 
 
@@ -129,17 +130,24 @@ def latency_plot(figures: Figures, title: str, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     rows = [f for f in figures if f["kind"] == "decode"]
-    for backend in dict.fromkeys(f["backend"] for f in rows):
-        for requests in sorted({f["requests"] for f in rows}):
+    counts = sorted({f["requests"] for f in rows})
+    for number, backend in enumerate(dict.fromkeys(f["backend"] for f in rows)):
+        for requests in counts:
             points = sorted((f["tokens"], f["ms_per_token"]) for f in rows
                             if f["backend"] == backend and f["requests"] == requests)  # fmt: skip
             if points:
                 label = f"{backend}, {requests} request" + "s" * (requests > 1)
-                axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    axes.set_xscale("log")
+                marker = _MARKERS[counts.index(requests) % len(_MARKERS)]
+                axes.plot(*zip(*points, strict=True), color=f"C{number}", marker=marker, label=label)
+    axes.set(xscale="log", yscale="log")
+    ticks = [1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100, 200, 500]
+    axes.yaxis.set_minor_locator(plt.NullLocator())
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    if rows:
+        times = [f["ms_per_token"] for f in rows]
+        axes.set_ylim(0.8 * min(times), 1.25 * max(times))
     axes.set_xlabel("context, tokens a request")
     axes.set_ylabel("ms a token")
-    axes.set_ylim(bottom=0)
     axes.set_title(title)
     axes.legend()
     figure.savefig(path, dpi=150)
