@@ -1,15 +1,17 @@
 """A draft model beside OSCAR: the text of no speculation, nothing written over others, the capacity that is told."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny_model import write_checkpoint
 
-from oscar_vllm.backend import drafting
+from oscar_vllm.backend import drafting, metadata
 from oscar_vllm.backend.drafting import draft_cache
 from oscar_vllm.backend.oracle import SWITCH, OracleError
-from oscar_vllm.cache.capacity import request_blocks
+from oscar_vllm.cache.capacity import Shares, request_blocks
 
 from .conftest import Start, _starter, core, free_blocks
 from .test_serving import SHORT, greedy
@@ -66,6 +68,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_checkpoint(tmp_path_factory.mktemp("tiny")))
 
 
+@pytest.fixture(scope="module")
+def shallow(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A draft model of one layer: the first of the target's two."""
+    folder = tmp_path_factory.mktemp("shallow")
+    config = json.loads((Path(tiny) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    weights = load_file(Path(tiny) / "model.safetensors")
+    save_file(
+        {name: weight for name, weight in weights.items() if ".layers.1." not in name}, folder / "model.safetensors"
+    )
+    return str(folder)
+
+
 @pytest.fixture
 def start(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Every read is compared with the true keys and values."""
@@ -111,20 +126,30 @@ def test_preempted_requests_draft_on(start: Start) -> None:
         assert free_blocks(llm) == before
 
 
-def test_a_request_takes_the_blocks_that_the_capacity_counts(start: Start) -> None:
-    with start() as llm:
-        config, engine = core(llm).vllm_config, llm.llm_engine
-        cache = draft_cache(config)
+@pytest.mark.parametrize(
+    ("drafter", "shares"), [("tiny", Shares(1, 1, 32)), ("shallow", Shares(2, 1, 32))], ids=["as deep", "shallow"]
+)
+def test_a_request_takes_the_blocks_that_the_capacity_counts(
+    start: Start, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, drafter: str, shares: Shares
+) -> None:
+    """Beside a shallow draft model vLLM makes several groups of the target's layers; what is logged is logged once."""
+    logged: list[Any] = []
+    monkeypatch.setattr(metadata, "log_startup", logged.append)
+    with start(**drafting_for_itself(request.getfixturevalue(drafter))) as llm:
+        cache = draft_cache(core(llm).vllm_config)
         assert cache is not None
-        before = free_blocks(llm)
+        assert cache.shares == shares
+        assert len(logged) == 1
+        before, engine = free_blocks(llm), llm.llm_engine
         engine.add_request("one", prompts(590)[0], greedy(64, ignore_eos=True, detokenize=False))
         for _ in range(8):
             engine.step()
-        (request,) = core(llm).scheduler.running
-        expected = request_blocks(request.num_tokens, 64, 256, cache.shares)
+        (running,) = core(llm).scheduler.running
+        expected = request_blocks(running.num_tokens, 64, 256, shares)
         # Blocks for the drafts of the next step may be there, one in each group.
-        assert expected - 1 <= before - free_blocks(llm) <= expected + 3
+        assert expected - 1 <= before - free_blocks(llm) <= expected + 5
         engine.abort_request(["one"])
+        assert free_blocks(llm) == before
 
 
 def test_drafts_in_the_targets_group_would_be_seen(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
