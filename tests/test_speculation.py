@@ -87,8 +87,8 @@ DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a deep draft": (
         {"num_hidden_layers": 3},
         {},
-        "OSCAR takes drafts from a model with at most half again as many layers as the target has (2) and {draft} has "
-        "3: name a smaller draft model",
+        "OSCAR takes drafts from a model with less than one and a half times the target's 2 layers and {draft} has 3: "
+        "name a smaller draft model",
     ),
     "a wide draft": (
         # 32 tokens of it take 81,920 bytes, and a page of the target's two heads takes 10,240.

@@ -141,8 +141,8 @@ def speculation_problem(vllm_config: Any) -> str | None:
         )
     if cache.shares.draft_groups > 1:
         return (
-            f"OSCAR takes drafts from a model with at most half again as many layers as the target has "
-            f"({cache.model_layers}) and {name} has {cache.layers}: name a smaller draft model"
+            f"OSCAR takes drafts from a model with less than one and a half times the target's {cache.model_layers} "
+            f"layers and {name} has {cache.layers}: name a smaller draft model"
         )
     if cache.block_bytes > cache.page_bytes and cache.block_bytes % cache.page_bytes == 0:
         # vLLM would make pages of several times 128 tokens of the target's, which the kernels do not address.

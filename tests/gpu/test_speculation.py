@@ -28,7 +28,9 @@ Answer = tuple[list[int], list[dict[int, float]]]
 
 
 def graphs(*sizes: int) -> dict[str, Any]:
-    return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}}
+    return {
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(sizes)}
+    }
 
 
 SINGLE, VERIFYING = graphs(1, 2, 4), graphs(4, 8, 16)
@@ -53,8 +55,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @contextmanager
 def engine(model: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
     """An engine of this process, so that its caches can be reached."""
-    from vllm import LLM
+    from vllm import LLM, envs
 
+    envs.disable_envs_cache()  # of an engine before it, which may have had the other model runner
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     settings: dict[str, Any] = {
         "attention_backend": "OSCAR",
@@ -209,6 +212,7 @@ def test_a_draft_model_says_what_no_speculation_says(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "V2" else "0")
     drafter = {"method": "draft_model", "model": model, "num_speculative_tokens": DRAFTS}
     with engine(model, monkeypatch, **VERIFYING, speculative_config=drafter) as llm:
+        assert llm.llm_engine.vllm_config.use_v2_model_runner is (runner == "V2")
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         backends = {name: layer.get_attn_backend().get_name() for name, layer in layers.items()}
         assert {backend for name, backend in backends.items() if name.startswith("draft_model.")}.isdisjoint(
