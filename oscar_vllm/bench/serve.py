@@ -127,6 +127,7 @@ def latency_plot(figures: Figures, title: str, path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullLocator
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     rows = [f for f in figures if f["kind"] == "decode"]
@@ -141,7 +142,7 @@ def latency_plot(figures: Figures, title: str, path: Path) -> None:
                 axes.plot(*zip(*points, strict=True), color=f"C{number}", marker=marker, label=label)
     axes.set(xscale="log", yscale="log")
     ticks = [1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100, 200, 500]
-    axes.yaxis.set_minor_locator(plt.NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     if rows:
         times = [f["ms_per_token"] for f in rows]

@@ -1,11 +1,10 @@
 """Speculation under full CUDA graphs, on both of vLLM's model runners: the text of no speculation, up to rounding."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from engines import caches, engine, graphs
 from safetensors.torch import load_file, save_file
 from tiny_model import write_checkpoint
 
@@ -27,22 +26,13 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max
 Answer = tuple[list[int], list[dict[int, float]]]
 
 
-def graphs(*sizes: int) -> dict[str, Any]:
-    return {
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(sizes)}
-    }
-
-
 SINGLE, VERIFYING = graphs(1, 2, 4), graphs(4, 8, 16)
 """Tokens in a graph: one a request, or one and its drafts."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random weights, as those of vLLM's ``load_format="dummy"`` are so small that no answer depends on its context.
-
-    Attention is damped, so that a token is followed by what it was followed by before often enough for ngram drafts.
-    """
+    """Attention is damped, so that a token is followed by what it was followed by before often enough for drafts."""
     folder = write_checkpoint(tmp_path_factory.mktemp("model"))
     weights = load_file(folder / "model.safetensors")
     for name in weights:
@@ -50,33 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
             weights[name] *= 0.3
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
-
-
-@contextmanager
-def engine(model: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
-    """An engine of this process, so that its caches can be reached."""
-    from vllm import LLM, envs
-
-    envs.disable_envs_cache()  # of an engine before it, which may have had the other model runner
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    settings: dict[str, Any] = {
-        "attention_backend": "OSCAR",
-        "additional_config": {"oscar": {"recipe": "hadamard"}},
-        "skip_tokenizer_init": True,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 512,
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": 200 * 2**20,
-        "gpu_memory_utilization": 0.05,  # so that it starts beside other work
-        "disable_log_stats": False,
-        "seed": 0,
-    }
-    llm = LLM(model=model, **(settings | options))
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        torch.cuda.empty_cache()
 
 
 def answers(llm: Any, lengths: tuple[int, ...] = LENGTHS) -> list[Answer]:
@@ -119,11 +82,6 @@ def verified(llm: Any) -> tuple[int, int]:
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     accepted = counts["vllm:spec_decode_num_accepted_tokens"]
     return int(accepted), int(counts["vllm:spec_decode_num_draft_tokens"] - accepted)
-
-
-def caches(llm: Any) -> list[torch.Tensor]:
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    return [layer.kv_cache.view(torch.uint8) for layer in layers.values() if layer.kv_cache.numel()]
 
 
 def free_blocks(llm: Any) -> int:
