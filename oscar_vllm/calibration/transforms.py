@@ -6,6 +6,9 @@ Definite Matrices* (2007), chapter 4, for ``geometric_mean_transform``.
 
 import torch
 
+DRIFT_ROUNDS = 2
+"""Times that what drifts across the first axis is looked at again; a third changes nothing."""
+
 
 def hadamard(size: int) -> torch.Tensor:
     """[size, size] float64: the normalized Sylvester-Hadamard matrix (symmetric, orthogonal).
@@ -79,7 +82,8 @@ def geometric_mean_transform(
     covariance of the attention output. (SmolLM2-135M, layer 8: the output error falls to a twentieth.)
 
     One axis costs nothing at all: H spreads the first evenly with one sign, so that what a row has along it is the same
-    in every channel, and the row's minimum holds it in 16 bits. ``drift`` says which direction needs that most.
+    in every channel, and the row's minimum holds it in 16 bits. ``drift`` says which direction needs that most; what
+    drifts across that direction is spread like the rest of the rows, and counts to C.
 
     For keys C is the centered key covariance and W that of the queries, and a query is read as ``q @ read``
     (``key = stored, query = read``). For values C is the centered value covariance and W the output weights' Gram
@@ -105,20 +109,37 @@ def geometric_mean_transform(
     """
     if not (ridge > 0 and max_condition >= 1):
         raise ValueError(f"ridge must be positive and max_condition at least 1, not {ridge} and {max_condition}.")
-    covariance, weight = _regularize(stored_covariance, ridge), _regularize(weight, ridge)
-    mean = _inverse_geometric_mean(covariance, weight)
-    vectors, values = _eigen(mean)
-    values = values.clamp_min(values[..., :1] / max_condition**2)
-    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
-    spread = root @ (covariance if axes is None else _regularize(axes, ridge)) @ root
-    turn = _eigen(spread)[0] if drift is None else _axes_behind(_main_direction(drift.double() @ root), spread)
-    # Keep the trace of the covariance, so that stored numbers are as large as x's.
-    scale = (_trace(covariance) / _trace(root @ covariance @ root)).sqrt()[..., None, None]
-    mix = hadamard(covariance.shape[-1]).to(root.device)
-    stored = (scale * root @ turn @ mix).float()
+    weight = _regularize(weight, ridge)
+    axes = None if axes is None else _regularize(axes, ridge)
+    stored = _balance(_regularize(stored_covariance, ridge), weight, axes, drift, max_condition)
+    for _ in range(0 if drift is None else DRIFT_ROUNDS):
+        assert drift is not None
+        rows = drift.double() @ stored
+        rest = (rows - rows.mean(-1, keepdim=True)) @ torch.linalg.inv(stored)
+        spread = stored_covariance.double() + rest.mT @ rest / rest.shape[-2]
+        stored = _balance(_regularize(spread, ridge), weight, axes, drift, max_condition)
+    stored = stored.float()
     # Inverted after the cast, so that the rounding of the one is undone by the other.
     read = torch.linalg.inv(stored.double()).mT
     return stored, read.float()
+
+
+def _balance(
+    covariance: torch.Tensor,
+    weight: torch.Tensor,
+    axes: torch.Tensor | None,
+    drift: torch.Tensor | None,
+    max_condition: float,
+) -> torch.Tensor:
+    """[..., D, D] float64 the transform of rows whose covariance is just ``covariance``."""
+    vectors, values = _eigen(_inverse_geometric_mean(covariance, weight))
+    values = values.clamp_min(values[..., :1] / max_condition**2)
+    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
+    spread = root @ (covariance if axes is None else axes) @ root
+    turn = _eigen(spread)[0] if drift is None else _axes_behind(_main_direction(drift.double() @ root), spread)
+    # Keep the trace of the covariance, so that stored numbers are as large as x's.
+    scale = (_trace(covariance) / _trace(root @ covariance @ root)).sqrt()[..., None, None]
+    return scale * root @ turn @ hadamard(covariance.shape[-1]).to(root.device)
 
 
 def _inverse_geometric_mean(covariance: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
