@@ -32,10 +32,13 @@ from oscar_vllm.recipe_format import (
     tensor_shapes,
 )
 
-__all__ = ["KEY_CLIP", "VALUE_CLIP", "ModelGeometry", "OscarRecipe", "RecipeError", "RecipeMetadata"]
+__all__ = ["KEY_CLIP", "PROMPT_TOKENS", "VALUE_CLIP", "ModelGeometry", "OscarRecipe", "RecipeError", "RecipeMetadata"]
 
 KEY_CLIP, VALUE_CLIP = 0.96, 0.92
 """The published clip ratios (OSCAR, arXiv 2605.17757)."""
+PROMPT_TOKENS = 2048
+"""Of one calibration prompt: prefilled in one step, so that its attention is exact. Further on a recipe knows keys only
+where its metadata says so."""
 
 
 @dataclass(frozen=True, eq=False)

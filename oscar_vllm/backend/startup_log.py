@@ -8,7 +8,7 @@ from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.cache.capacity import ALONE, draft_blocks, request_blocks, tokens_that_fit
 from oscar_vllm.cache.layout import FORMAT_VERSION, PageLayout, bits_per_element
 from oscar_vllm.config import OscarConfig
-from oscar_vllm.recipe import OscarRecipe
+from oscar_vllm.recipe import PROMPT_TOKENS, OscarRecipe
 
 logger = logging.getLogger("vllm.oscar")
 
@@ -17,14 +17,12 @@ UNCENTERED = (
     "times the divergence, and useless output from models with key biases (Qwen2). `oscar calibrate MODEL` makes a "
     "centered recipe, `oscar calibrate MODEL --means-only --recipe RECIPE` adds the means to this one."
 )
-PROMPT_POSITIONS = 2048
-"""Of a calibration prompt: what a recipe knows that does not say how far its keys were followed."""
 
 
 def near_only(recipe: OscarRecipe, tokens: int) -> str | None:
     """What to warn of if a request may have ``tokens`` tokens and the recipe's means do not hold that far."""
     metadata = recipe.metadata
-    known = max(metadata.positions, PROMPT_POSITIONS)
+    known = max(metadata.positions, PROMPT_TOKENS)
     if not metadata.centered or metadata.geometry.rope_theta == 0 or tokens <= known:
         return None
     return (

@@ -14,10 +14,9 @@ from oscar_vllm.calibration.sample import SAMPLE_TOKENS, SAMPLES
 from oscar_vllm.calibration.text import text_hash
 from oscar_vllm.engine import cpu_options, engine
 from oscar_vllm.geometry import ModelGeometry
+from oscar_vllm.recipe import PROMPT_TOKENS
 
 WORKER = "oscar_vllm.calibration.worker.CalibrationWorker"
-SEQUENCE_TOKENS = 2048
-"""Tokens of one calibration prompt: prefilled in one step, so that its attention is exact."""
 CHECKPOINT_SECONDS = 20.0
 """Between two states of a calibration that can be resumed."""
 Progress = Callable[[str, int, int], None]
@@ -64,7 +63,7 @@ def collect(
         UnsupportedByOscarError: the model is one that OSCAR does not serve.
     """
     limit = engine_options.get("max_model_len") or _context(model)
-    sequence = min(SEQUENCE_TOKENS, tokens, limit - 1)
+    sequence = min(PROMPT_TOKENS, tokens, limit - 1)
     piece = min(SAMPLE_TOKENS, sequence)
     held_out = SAMPLES * piece if sample else 0
     options = {
@@ -144,4 +143,4 @@ def _context(model: str) -> int:
     from vllm.transformers_utils.config import get_config
 
     config = get_config(model, trust_remote_code=False).get_text_config()
-    return getattr(config, "max_position_embeddings", None) or SEQUENCE_TOKENS + 1
+    return getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + 1

@@ -8,10 +8,10 @@ import torch
 
 from oscar_vllm.backend.recipes import cached_recipe_path
 from oscar_vllm.calibration.build import build_recipe
-from oscar_vllm.calibration.collect import SEQUENCE_TOKENS, CalibrationError, Progress, collect, model_geometry
+from oscar_vllm.calibration.collect import CalibrationError, Progress, collect, model_geometry
 from oscar_vllm.calibration.methods import Method
 from oscar_vllm.calibration.text import text_hash
-from oscar_vllm.recipe import OscarRecipe
+from oscar_vllm.recipe import PROMPT_TOKENS, OscarRecipe
 from oscar_vllm.recipe_format import MEANS
 
 __all__ = ["DEFAULT_TOKENS", "CalibrationError", "add_means", "calibrate"]
@@ -65,7 +65,7 @@ def calibrate(
             "the recipe holds far beyond the %d positions of a calibration prompt.",
             unknown,
             len(collected.layers),
-            SEQUENCE_TOKENS,
+            PROMPT_TOKENS,
         )
     recipe = build_recipe(
         collected.layers,

@@ -17,11 +17,12 @@ def naive_recipe(geometry: ModelGeometry, model: str) -> OscarRecipe:
 
 
 def published_recipe(
-    statistics: Sequence[LayerStatistics], geometry: ModelGeometry, *, model: str, text_hash: str
+    statistics: Sequence[LayerStatistics], geometry: ModelGeometry, *, model: str, text_hash: str, tokens: int
 ) -> OscarRecipe:
     """OSCAR as published (arXiv 2605.17757): one rotation per layer, clips 0.96 and 0.92, not centered.
 
-    The value covariance is exact (OᵀO); the published code approximates it with key norms.
+    The value covariance is exact (OᵀO); the published code approximates it with key norms. ``tokens`` of a text of
+    ``text_hash`` were prefilled for the statistics, which leave the sinks out.
     """
     key = torch.stack([rotation(layer.query_covariance.mean(0).cpu()) for layer in statistics])
     value = torch.stack([rotation(layer.output_covariance().mean(0).cpu()) for layer in statistics])
@@ -33,7 +34,7 @@ def published_recipe(
         value[:, None],
         clips=(KEY_CLIP, VALUE_CLIP),
         text_hash=text_hash,
-        tokens=statistics[0].tokens,
+        tokens=tokens,
     )
 
 

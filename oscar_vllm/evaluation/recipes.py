@@ -52,7 +52,10 @@ def prepare_recipes(
         text = default_text()
         collected = collect(model, text=text, tokens=DEFAULT_TOKENS, sample=False, **options)
         statistics = [layer.statistics for layer in collected.layers]
-        published_recipe(statistics, geometry, model=model, text_hash=text_hash(text)).save(recipes["oscar"])
+        published = published_recipe(
+            statistics, geometry, model=model, text_hash=text_hash(text), tokens=DEFAULT_TOKENS
+        )
+        published.save(recipes["oscar"])
     return {name: recipe for name, recipe in recipes.items() if name in names}
 
 

@@ -65,7 +65,8 @@ def test_published_has_one_rotation_a_layer_from_all_heads() -> None:
         tokens = [torch.randn(100, heads, 64, generator=generator) @ mix for heads in (4, 2, 2, 4)]
         layer.update(*tokens)
         layers.append(layer)
-    recipe = published_recipe(layers, GEOMETRY, model="a model", text_hash="")
+    recipe = published_recipe(layers, GEOMETRY, model="a model", text_hash="", tokens=100)
+    assert recipe.metadata.tokens == 100
     for index, layer in enumerate(layers):
         assert torch.equal(recipe.key[index, 0], recipe.key[index, 1])
         covariance = layer.query_gram.sum(0) / (2 * layer.rows)
