@@ -17,10 +17,10 @@ LENGTHS = (40, 200, 700, 1500)
 ANSWER = 96
 DRAFTS = 3
 ROUNDING = 0.2
-"""How far log-probabilities may be from those of a batch of another shape, which rounds otherwise.
-
-A verified token may also read up to three tokens at the window's edge from INT2 that a single one reads in BF16.
-"""
+"""How far log-probabilities may be from those of a batch of another shape, which rounds otherwise."""
+EDGE = 3 * ROUNDING
+"""The same where a verified token reads from INT2 what a single one reads in BF16: up to three tokens at the window's
+edge, which seldom matters. One position in twenty may be farther than ROUNDING."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 Answer = tuple[list[int], list[dict[int, float]]]
@@ -62,19 +62,22 @@ def agreed(reference: list[Answer], others: list[Answer]) -> int:
     """Positions at which answers say the same for the same reasons; they end where the reference was undecided.
 
     Raises:
-        AssertionError: an answer parts from the reference for more than rounding.
+        AssertionError: an answer parts from the reference for more than rounding and the window's edge.
     """
-    positions = 0
+    distances = []
     for (tokens, steps), (other_tokens, other_steps) in zip(reference, others, strict=True):
         assert len(tokens) == len(other_tokens) == ANSWER
         for at, (token, other) in enumerate(zip(tokens, other_tokens, strict=True)):
             step, other_step = steps[at], other_steps[at]
-            assert abs(step[token] - other_step.get(token, -torch.inf)) <= ROUNDING, (at, step, other_step)
+            distance = abs(step[token] - other_step.get(token, -torch.inf))
             if token != other:
-                assert step[token] - step.get(other, -torch.inf) <= ROUNDING, (at, step, other_step)
+                distance = max(distance, step[token] - step.get(other, -torch.inf))
+            assert distance <= EDGE, (at, step, other_step)
+            distances.append(distance)
+            if token != other:
                 break
-            positions += 1
-    return positions
+    assert sum(distance > ROUNDING for distance in distances) <= len(distances) // 20, distances
+    return len(distances)
 
 
 def verified(llm: Any) -> tuple[int, int]:
