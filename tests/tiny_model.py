@@ -39,12 +39,23 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def write_checkpoint(folder: Path) -> Path:
+def write_checkpoint(folder: Path, **changes: Any) -> Path:
     """The folder, with configuration and random weights large enough that attention is not flat."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA, initializer_range=0.1, bos_token_id=0, eos_token_id=1))
-    model.to(torch.bfloat16).save_pretrained(folder)
+    config = LlamaConfig(**(LLAMA | changes), initializer_range=0.1, bos_token_id=0, eos_token_id=1)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """The folder, with a tokenizer beside its checkpoint: one token an ASCII character."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({chr(i): i for i in range(LLAMA["vocab_size"])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
     return folder

@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
@@ -15,6 +14,7 @@ from oscar_vllm.backend.extend_plan import ExtendPlan
 from oscar_vllm.backend.metadata import OscarMetadata, OscarMetadataBuilder
 from oscar_vllm.backend.oracle import Oracle, oracle_for
 from oscar_vllm.backend.prefill import prefill_cpu
+from oscar_vllm.backend.ranks import first_kv_head
 from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.backend.window_layer import LAYOUTS, SUFFIX, OscarWindowLayer
 from oscar_vllm.cache.layout import PAGE_TOKENS
@@ -120,9 +120,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if self.window_name not in self.layers:  # called again on a weight reload
             self.layers[self.window_name] = OscarWindowLayer(self.layers[name], self.config, act_dtype)
         recipe = load_recipe(self.vllm_config)
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        # With more ranks than KV heads vLLM gives neighbouring ranks copies of one head.
-        first = rank * recipe.geometry.num_kv_heads // ranks
+        first = first_kv_head(recipe.geometry.num_kv_heads)
         heads = slice(first, first + self.num_kv_heads)
         self.recipe = recipe.layer(extract_layer_index(name), self.vllm_config.device_config.device, heads)
         if self.recipe.key_mean.is_cuda:

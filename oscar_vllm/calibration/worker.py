@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from oscar_vllm.backend.attention import OscarImpl
+from oscar_vllm.backend.ranks import first_kv_head
 from oscar_vllm.calibration.layer import LayerCalibration
 from oscar_vllm.calibration.output_weights import output_gram
 from oscar_vllm.calibration.rotary import Rotary, RotaryWatch
@@ -74,11 +75,8 @@ class CalibrationWorker:
 
         The file holds the rank's first KV head and what was collected of each of its layers.
         """
-        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         layers = self._attention_layers()
-        total = self.vllm_config.model_config.get_total_num_kv_heads()
+        first_head = first_kv_head(self.vllm_config.model_config.get_total_num_kv_heads())
         path = self._rank_file(folder)
         modules = dict(self.model_runner.get_model().named_modules())
         states: dict[int, dict[str, Any]] = {}
@@ -94,5 +92,5 @@ class CalibrationWorker:
             states[index] = LayerCalibration(self.oscar_statistics[index], samples, weight, rotary).state_dict()
         if self.oscar_samples:
             self.oscar_rotary.close()
-        torch.save({"first_head": rank * total // ranks, "layers": states}, path)
+        torch.save({"first_head": first_head, "layers": states}, path)
         return str(path)
