@@ -20,7 +20,6 @@ from oscar_vllm.backend.attention import OscarImpl
 from oscar_vllm.backend.recipes import load_recipe
 from oscar_vllm.calibration.run import calibrate
 from oscar_vllm.calibration.text import default_text
-from oscar_vllm.kernels.views import LayerRecipe
 from oscar_vllm.recipe import OscarRecipe
 from oscar_vllm.recipe_format import CLIPS, GAINS, MATRICES, MEANS, TENSORS
 
@@ -80,7 +79,7 @@ def misplace(worker: Any, parts: tuple[str, ...], of: str) -> None:
         impl = getattr(layer, "impl", None)
         if isinstance(impl, OscarImpl):
             index = extract_layer_index(name)
-            own: LayerRecipe = impl.__dict__.setdefault("own_recipe", impl.recipe)
+            own: Any = impl.__dict__.setdefault("own_recipe", impl.recipe)
             wrong = recipe.layer(index, heads=slice(0, 1)) if of == "head 0" else recipe.layer(1 - index)
             impl.recipe = own._replace(**{part: getattr(wrong, part) for part in parts})
 
