@@ -109,7 +109,7 @@ def test_prefix_hit_is_near_to_a_cold_run(oscar: Start, held_out: list[int], mon
     sampling = greedy(1, logprobs=20)
     distances: dict[int, list[float]] = {512: [], 384: []}
     with oscar(dtype="float16") as llm:
-        for start in range(0, 32_000, 4_000):
+        for start in range(0, 32_000, 2_000):
             prompt = tokens(held_out[start : start + 640])
             first_slots.clear()
             cold = llm.generate(prompt, sampling, use_tqdm=False)[0]
@@ -121,7 +121,7 @@ def test_prefix_hit_is_near_to_a_cold_run(oscar: Start, held_out: list[int], mon
                 assert hit.num_cached_tokens == cached
                 distances[cached].append(distance(cold, hit))
             llm.reset_prefix_cache()
-    assert sum(distances[384]) <= 0.75 * sum(distances[512]), distances
+    assert sum(distances[384]) <= 0.9 * sum(distances[512]), distances
 
 
 def test_poisoned_sinks_would_show(oscar: Start, held_out: list[int]) -> None:
