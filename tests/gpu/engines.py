@@ -1,6 +1,6 @@
 """Engines of this process with a tiny model, for the tests that need a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,3 +50,14 @@ def caches(llm: Any) -> list[torch.Tensor]:
     """The bytes of every layer's cache."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     return [layer.kv_cache.view(torch.uint8) for layer in layers.values() if layer.kv_cache.numel()]
+
+
+def check_in_a_pool_of_nan(llm: Any, ask: Callable[[], Any]) -> None:
+    """The answers are those of a clean pool, and the null block stays as it is."""
+    llm.reset_prefix_cache()
+    clean = ask()
+    llm.reset_prefix_cache()
+    for cache in caches(llm):
+        cache.fill_(255)
+    assert ask() == clean
+    assert all(bool((cache[0] == 255).all()) for cache in caches(llm)), "the null block was written"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import caches, engine, graphs
+from engines import check_in_a_pool_of_nan, engine, graphs
 from safetensors.torch import load_file, save_file
 from tiny_model import write_checkpoint
 
@@ -17,10 +17,10 @@ LENGTHS = (40, 200, 700, 1500)
 ANSWER = 96
 DRAFTS = 3
 ROUNDING = 0.2
-"""How far log-probabilities may be from those of a batch of another shape, which rounds otherwise."""
-EDGE = 3 * ROUNDING
-"""The same where a verified token reads from INT2 what a single one reads in BF16: up to three tokens at the window's
-edge, which seldom matters. One position in twenty may be farther than ROUNDING."""
+"""How far log-probabilities may be from those of a batch of another shape, which rounds otherwise.
+
+A verified token may also read up to three tokens at the window's edge from INT2 that a single one reads in BF16.
+"""
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 Answer = tuple[list[int], list[dict[int, float]]]
@@ -62,22 +62,19 @@ def agreed(reference: list[Answer], others: list[Answer]) -> int:
     """Positions at which answers say the same for the same reasons; they end where the reference was undecided.
 
     Raises:
-        AssertionError: an answer parts from the reference for more than rounding and the window's edge.
+        AssertionError: an answer parts from the reference for more than rounding.
     """
-    distances = []
+    positions = 0
     for (tokens, steps), (other_tokens, other_steps) in zip(reference, others, strict=True):
         assert len(tokens) == len(other_tokens) == ANSWER
         for at, (token, other) in enumerate(zip(tokens, other_tokens, strict=True)):
             step, other_step = steps[at], other_steps[at]
-            distance = abs(step[token] - other_step.get(token, -torch.inf))
+            assert abs(step[token] - other_step.get(token, -torch.inf)) <= ROUNDING, (at, step, other_step)
             if token != other:
-                distance = max(distance, step[token] - step.get(other, -torch.inf))
-            assert distance <= EDGE, (at, step, other_step)
-            distances.append(distance)
-            if token != other:
+                assert step[token] - step.get(other, -torch.inf) <= ROUNDING, (at, step, other_step)
                 break
-    assert sum(distance > ROUNDING for distance in distances) <= len(distances) // 20, distances
-    return len(distances)
+            positions += 1
+    return positions
 
 
 def verified(llm: Any) -> tuple[int, int]:
@@ -155,13 +152,7 @@ def test_ngram_speculation_says_what_no_speculation_says(
         assert accepted > 0
         assert rejected > 0
         # Three requests in a graph for four, in a pool of NaN: what drafts left is overwritten before it is read.
-        llm.reset_prefix_cache()
-        clean = answers(llm, LENGTHS[:3])
-        llm.reset_prefix_cache()
-        for cache in caches(llm):
-            cache.fill_(255)
-        assert answers(llm, LENGTHS[:3]) == clean
-        assert all(bool((cache[0] == 255).all()) for cache in caches(llm)), "the null block was written"
+        check_in_a_pool_of_nan(llm, lambda: answers(llm, LENGTHS[:3]))
         assert free_blocks(llm) == before
 
 
