@@ -112,12 +112,12 @@ def geometric_mean_transform(
     weight = _regularize(weight, ridge)
     axes = None if axes is None else _regularize(axes, ridge)
     stored = _balance(_regularize(stored_covariance, ridge), weight, axes, drift, max_condition)
-    for _ in range(0 if drift is None else DRIFT_ROUNDS):
-        assert drift is not None
-        rows = drift.double() @ stored
-        rest = (rows - rows.mean(-1, keepdim=True)) @ torch.linalg.inv(stored)
-        spread = stored_covariance.double() + rest.mT @ rest / rest.shape[-2]
-        stored = _balance(_regularize(spread, ridge), weight, axes, drift, max_condition)
+    if drift is not None:
+        for _ in range(DRIFT_ROUNDS):
+            rows = drift.double() @ stored
+            rest = (rows - rows.mean(-1, keepdim=True)) @ torch.linalg.inv(stored)
+            spread = stored_covariance.double() + rest.mT @ rest / rest.shape[-2]
+            stored = _balance(_regularize(spread, ridge), weight, axes, drift, max_condition)
     stored = stored.float()
     # Inverted after the cast, so that the rounding of the one is undone by the other.
     read = torch.linalg.inv(stored.double()).mT
