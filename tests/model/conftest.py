@@ -108,3 +108,16 @@ def core(llm: Any) -> Any:
 def free_blocks(llm: Any) -> int:
     """Blocks that no request holds, by the pool's own count."""
     return int(core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def watch_preemptions(llm: Any) -> list[Any]:
+    """The requests that the engine preempts from now on, as it does."""
+    scheduler, preempted = core(llm).scheduler, []
+    preempt = scheduler._preempt_request
+
+    def count(request: Any, *args: Any, **options: Any) -> None:
+        preempted.append(request)
+        preempt(request, *args, **options)
+
+    scheduler._preempt_request = count
+    return preempted

@@ -13,7 +13,7 @@ from oscar_vllm.backend.drafting import draft_cache
 from oscar_vllm.backend.oracle import SWITCH, OracleError
 from oscar_vllm.cache.capacity import Shares, request_blocks
 
-from .conftest import Start, _starter, core, free_blocks
+from .conftest import Start, _starter, core, free_blocks, watch_preemptions
 from .test_serving import SHORT, greedy
 
 TIE = 0.05
@@ -112,14 +112,7 @@ def test_drafts_leave_the_targets_tokens_alone(start: Start) -> None:
 
 def test_preempted_requests_draft_on(start: Start) -> None:
     with start(max_num_seqs=4, max_model_len=512, num_gpu_blocks_override=64) as llm:
-        scheduler, preempted = core(llm).scheduler, []
-        preempt = scheduler._preempt_request
-
-        def count(request: Any, *args: Any, **options: Any) -> None:
-            preempted.append(request)
-            preempt(request, *args, **options)
-
-        scheduler._preempt_request = count
+        preempted = watch_preemptions(llm)
         before = free_blocks(llm)
         llm.generate(prompts(*[100] * 4), greedy(120, ignore_eos=True, detokenize=False), use_tqdm=False)
         assert preempted

@@ -11,7 +11,7 @@ from oscar_vllm.cache import window
 from oscar_vllm.cache.layout import PAGE_TOKENS, PageLayout
 from oscar_vllm.demo.prompt import ANSWER, long_prompt
 
-from .conftest import Start, core, free_blocks
+from .conftest import Start, core, free_blocks, watch_preemptions
 
 SHORT = [
     "The capital of France is",
@@ -192,18 +192,10 @@ def test_preempted_requests_resume(oscar: Start, tokenizer: Any) -> None:
     with oscar(**options) as llm:
         undisturbed = llm.generate(prompts, sampling, use_tqdm=False)
     with oscar(**options, num_gpu_blocks_override=64) as llm:
-        scheduler = core(llm).scheduler
-        preempt, preempted = scheduler._preempt_request, 0
-
-        def count(*args: Any, **kwargs: Any) -> Any:
-            nonlocal preempted
-            preempted += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = count
+        preempted = watch_preemptions(llm)
         before = free_blocks(llm)
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        assert preempted > 0
+        assert preempted
         assert all(ANSWER in output.outputs[0].text for output in outputs)
         same = sum(
             a.outputs[0].token_ids[:24] == b.outputs[0].token_ids[:24]

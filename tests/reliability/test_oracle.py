@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.conftest import Start, core, free_blocks
+from model.conftest import Start, free_blocks, watch_preemptions
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
@@ -55,15 +55,7 @@ def test_mixed_requests_and_prefix_hits_read_their_own_tokens(oscar: Start, comp
 
 def test_preempted_requests_read_their_own_tokens(oscar: Start, compared: list[int]) -> None:
     with oscar(max_num_seqs=4, max_model_len=512, num_gpu_blocks_override=48) as llm:
-        preempted: list[Any] = []
-        scheduler = core(llm).scheduler
-        preempt = scheduler._preempt_request
-
-        def count(request: Any, *args: Any, **options: Any) -> None:
-            preempted.append(request)
-            preempt(request, *args, **options)
-
-        scheduler._preempt_request = count
+        preempted = watch_preemptions(llm)
         before = free_blocks(llm)
         generate(llm, [prompt(base, 100) for base in range(4)], tokens=120)
         assert preempted
