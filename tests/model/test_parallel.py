@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_recipe import check_same_recipe
 from tiny_model import GEOMETRY, write_checkpoint, write_tokenizer
 from vllm import SamplingParams
 
@@ -205,46 +206,5 @@ def test_two_ranks_with_copies_of_one_kv_head_give_the_answers_of_one(recipe: Pa
         check_seen(expected, misplaced(llm, TENSORS, "the other layer"))
 
 
-ROUNDED = 1e-3
-"""Of means and transforms, to their largest entry: what float16 and the order of a sum make of them (2e-4)."""
-CLIP_STEP, GAIN_STEP = 0.041, 0.031
-"""Rounding may make a neighbour on the search's grid the better one."""
-
-
-def apart(one: OscarRecipe, other: OscarRecipe) -> dict[str, torch.Tensor]:
-    """[L, H] largest difference of means and of transforms, to the largest entry.
-
-    Of transforms what they make of lengths: how they turn rows hangs on eigenvalues that lie close together.
-    """
-    found = {}
-    for name in (*MATRICES, *MEANS):
-        pair = [recipe.tensors()[name].double() for recipe in (one, other)]
-        if name in MATRICES:
-            pair = [x.mT @ x if name == "output" else x @ x.mT for x in pair]
-        a, b = (x.flatten(2) for x in pair)
-        found[name] = (a - b).abs().amax(-1) / a.abs().amax(-1)
-    return found
-
-
-def errors(recipe: OscarRecipe) -> torch.Tensor:
-    """[2, L, H] of keys and values on the held-out samples."""
-    found = recipe.metadata.diagnostics
-    assert found is not None
-    return torch.tensor([found.key.error, found.value.error])
-
-
 def test_two_ranks_calibrate_to_the_recipe_of_one(tiny: Path, of_one: OscarRecipe, tmp_path: Path) -> None:
-    """Statistics, held-out samples and output weights of both heads, each where it belongs."""
-    of_two = calibrated(tiny, tmp_path / "of-two.safetensors", tensor_parallel_size=2)
-    assert max(found.max() for found in apart(of_one, of_two).values()) <= ROUNDED
-    for names, step in ((CLIPS, CLIP_STEP), (GAINS, GAIN_STEP)):
-        for name in names:
-            assert (of_one.tensors()[name] - of_two.tensors()[name]).abs().max() <= step
-    # No sum over ranks comes before the first layer's heads, so that its transforms are turned alike.
-    first, found = errors(of_one)[:, 0], errors(of_two)[:, 0]
-    torch.testing.assert_close(found, first, rtol=0.01, atol=0)
-    # What heads in each other's place would look like.
-    swapped = {name: tensor.flip(1) for name, tensor in of_one.tensors().items()}
-    exchanged = apart(of_one, OscarRecipe(**swapped, metadata=of_one.metadata))
-    assert min(found.min() for found in exchanged.values()) > 100 * ROUNDED
-    assert ((first.flip(1) - first).abs() / first).min() > 0.04
+    check_same_recipe(of_one, calibrated(tiny, tmp_path / "of-two.safetensors", tensor_parallel_size=2))
