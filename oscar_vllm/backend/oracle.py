@@ -193,14 +193,16 @@ class Oracle:
         self.tokens.number(starts, lengths)
         self._keep(key[: starts[-1]], value[: starts[-1]], view, recipe)
         for row, (start, stop) in enumerate(pairwise(starts)):
-            computed = lengths[row] - (stop - start)
             is_decode = row < num_decodes
-            cached = self._compare(view, row, computed, lengths[row] if is_decode else computed)
-            if cached is not None and stop > start:
-                chunk = slice(start, stop)
-                own = None if is_decode else (key[chunk], value[chunk])
-                want = _attention(query[chunk], cached, own, recipe, scale)
-                self._compare_output(output[chunk], want, row, computed)
+            # Each token that a decode verifies must read what a step of its own would read.
+            for first in range(start, stop, 1 if is_decode else max(stop - start, 1)):
+                computed = lengths[row] - (stop - first)
+                cached = self._compare(view, row, computed, computed + is_decode)
+                if cached is not None:
+                    chunk = slice(first, first + 1 if is_decode else stop)
+                    own = None if is_decode else (key[chunk], value[chunk])
+                    want = _attention(query[chunk], cached, own, recipe, scale)
+                    self._compare_output(output[chunk], want, row, computed)
 
     def _keep(self, key: torch.Tensor, value: torch.Tensor, view: CacheView, recipe: LayerRecipe) -> None:
         """Write a step's tokens where their numbers say; block 0 is left out, which writing skips."""

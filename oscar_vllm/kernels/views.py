@@ -43,9 +43,11 @@ class CacheView(NamedTuple):
     """The history and window caches with the tables of one batch of R requests.
 
     A token of a request is read from the window cache where that is valid, else from INT2. With ``length`` the tokens
-    of the request after this step, ``new`` its query tokens in this step and ``computed = length - new``, a position
-    ``p < length`` is valid in the window iff ``(p < sink or p >= computed - recent)`` and its window table entry is not
-    0 (block 0 is vLLM's null block; worker tables keep ids of freed blocks, so a non-zero entry alone proves nothing).
+    of the request after this step, ``new`` its query tokens in this step and ``computed = length - new``, query token
+    ``i`` of a decode finds ``p <= computed + i`` valid in the window iff ``(p < sink or p >= computed + i - recent)``
+    and its window table entry is not 0 (block 0 is vLLM's null block; worker tables keep ids of freed blocks, so a
+    non-zero entry alone proves nothing). So a verified draft token reads what a step of its own would read. The chunk
+    of a longer prefill reads its context as its first token does, ``i = 0``.
     """
 
     history: torch.Tensor

@@ -18,8 +18,20 @@ class Case:
     scale: float
     max_query_len: int
     keys: list[torch.Tensor]
-    """Per request [length, H, D] float64, transformed, as the reading rule selects them."""
+    """Per request [length, H, D] float64, transformed, as the first query token reads them."""
     values: list[torch.Tensor]
+    packed: list[tuple[torch.Tensor, torch.Tensor]]
+    """Per request K and V [length, H, D] float64 of the INT2 rows."""
+
+    def seen_by(self, request: int, token: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [length, H, D] as a request's query token reads them: its window begins ``token`` tokens later."""
+        counts = self.view.query_start.diff().tolist()
+        start = len(self.keys[request]) - counts[request] - self.view.recent
+        moved = slice(max(start, self.view.sink), max(start + token, self.view.sink))
+        both = self.keys[request].clone(), self.values[request].clone()
+        for rows, packed in zip(both, self.packed[request], strict=True):
+            rows[moved] = packed[moved]
+        return both
 
     def to(self, device: str) -> "Case":
         view = CacheView(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in self.view))
@@ -113,7 +125,7 @@ def random_case(
     slot_ids = torch.randperm(sum(slots), generator=gen) + 1 + spare
     block_table = torch.randint(1, 1 + spare, (len(lengths), max(pages) + 2), generator=gen, dtype=torch.int32)
     window_table = torch.randint(1, 1 + spare, (len(lengths), max(slots) + 2), generator=gen, dtype=torch.int32)
-    keys, values = [], []
+    keys, values, packed = [], [], []
     for r, length in enumerate(lengths):
         at, wat = sum(pages[:r]), sum(slots[:r])
         block_table[r, : pages[r]] = page_ids[at : at + pages[r]].int()
@@ -134,7 +146,10 @@ def random_case(
             window[table[j], :, inside - j * WINDOW_TOKENS] = (
                 rows[:, inside].permute(2, 1, 0, 3).flatten(2).to(window.dtype)
             )
-        k, v = _fill_history(history, block_table[r, : pages[r]], length, ~windowed, value_scale, gen)
+        # Query tokens after the first read some of the window's oldest tokens from INT2.
+        left = (pos >= sink) & (pos < computed + max(counts[r] - 1, 0) - recent)
+        k, v = _fill_history(history, block_table[r, : pages[r]], length, ~windowed | left, value_scale, gen)
+        packed.append((k, v))
         keys.append(torch.where(windowed[:, None, None], rows[0].double(), k))
         values.append(torch.where(windowed[:, None, None], rows[1].double(), v))
     query = torch.randn(sum(counts) + 2, heads * group, dim, generator=gen)
@@ -144,7 +159,7 @@ def random_case(
     view = CacheView(history, window, block_table, window_table, torch.tensor(lengths).int(), query_start, sink, recent)
     recipe = random_recipe(heads, dim, gen)
     bucket = max_query_len or max(1, *counts)
-    return Case(query.to(dtype), view, recipe, dim**-0.5, bucket, keys, values)
+    return Case(query.to(dtype), view, recipe, dim**-0.5, bucket, keys, values, packed)
 
 
 def _poisoned(blocks: int, heads: int, inner: tuple[int, int], dtype: torch.dtype, strided: bool) -> torch.Tensor:
@@ -202,18 +217,16 @@ def attend_float64(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     recipe = LayerRecipe(*(x.double().cpu() if isinstance(x, torch.Tensor) else x for x in case.recipe))
     query = case.query.double().cpu().unflatten(1, (heads, group))
     start = case.view.query_start.tolist()
-    for r, (k, v) in enumerate(zip(case.keys, case.values, strict=True)):
+    for r, keys in enumerate(case.keys):
         new = start[r + 1] - start[r]
-        if new == 0:
-            continue
-        q = torch.einsum("nhgd,hde->hnge", query[start[r] : start[r + 1]], recipe.query)
-        scores = torch.einsum("hngd,lhd->hngl", q, k) * case.scale
-        future = torch.arange(len(k)) >= len(k) - new + torch.arange(1, new + 1)[:, None]
-        scores = scores.masked_fill(future[:, None], -torch.inf)
-        o = torch.einsum("hngl,lhd->hngd", scores.softmax(-1), v)
-        o = torch.einsum("hngd,hde->hnge", o, recipe.output) + recipe.value_mean[:, None, None]
-        out[start[r] : start[r + 1]] = o.transpose(0, 1).reshape(new, -1, dim)
-        lse[start[r] : start[r + 1]] = scores.logsumexp(-1).transpose(0, 1).reshape(new, -1)
+        for token in range(new):
+            k, v = (rows[: len(keys) - new + token + 1] for rows in case.seen_by(r, token))
+            q = torch.einsum("hgd,hde->hge", query[start[r] + token], recipe.query)
+            scores = torch.einsum("hgd,lhd->hgl", q, k) * case.scale
+            o = torch.einsum("hgl,lhd->hgd", scores.softmax(-1), v)
+            o = torch.einsum("hgd,hde->hge", o, recipe.output) + recipe.value_mean[:, None]
+            out[start[r] + token] = o.reshape(-1, dim)
+            lse[start[r] + token] = scores.logsumexp(-1).flatten()
     return out, lse
 
 

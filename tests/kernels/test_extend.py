@@ -33,14 +33,18 @@ def test_pieces() -> None:
     assert plan.block_table.tolist() == [[6, 7, 8], [6, 7, 8], [9, 10, 11], [9, 10, 11]]
 
 
-@pytest.mark.parametrize("missing", [1.0, 0.0], ids=["from-history", "from-window"])
+@pytest.mark.parametrize(
+    ("missing", "recent"),
+    [(1.0, 4096), (0.0, 4096), (0.2, 32)],
+    ids=["from-history", "from-window", "over-the-edge"],
+)
 @pytest.mark.parametrize(("lengths", "new"), [([200], [1]), ([300, 150], [19, 16]), ([5, 260], [3, 33])])
 def test_attention_of_the_pieces_is_that_of_the_chunk(
-    device: str, lengths: list[int], new: list[int], missing: float
+    device: str, lengths: list[int], new: list[int], missing: float, recent: int
 ) -> None:
     from oscar_vllm.kernels.decode.triton import attend_triton
 
-    case = random_case(lengths, new, heads=2, group=3, dim=64, recent=4096, missing=missing)
+    case = random_case(lengths, new, heads=2, group=3, dim=64, recent=recent, missing=missing)
     want, _ = attend_float64(case)
     here = case.to(device)
     starts = case.view.query_start.tolist()

@@ -21,7 +21,7 @@ def item_costs(plan: SplitPlan, length: int, new: int) -> tuple[int, int]:
     """Costs of a request's history and window item, token by token."""
     if length == 0 or new == 0:
         return 0, 0
-    old = range(max(length - new - RECENT, 0))
+    old = range(max(length - 1 - RECENT, 0))  # which the last token reads from the history
     tiles = max(len({p // plan.tile for p in old}), 1)
     blocks = len({p // 16 for p in range(length) if p < SINK or p >= length - new - RECENT})
     window = plan.item_cost + blocks * plan.block_cost if blocks else 0

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS
 from oscar_vllm.kernels.decode.columns import await_queries, column_limits, prefetch_l2
-from oscar_vllm.kernels.decode.plan import in_window
 from oscar_vllm.kernels.decode.unpack import key_field, meta_minimum, meta_scale, value_field
 
 _BLOCK = tl.constexpr(WINDOW_TOKENS)
@@ -36,12 +35,17 @@ def _query_operand(codes, columns, FIELD: tl.constexpr, D: tl.constexpr, N: tl.c
 
 
 @triton.jit
-def _from_history(pos, PARITY: tl.constexpr, RATIO: tl.constexpr, window_table, window_width, length, sink, recent_start):  # fmt: skip # noqa: E501
-    """Whether the tokens ``pos + PARITY`` of a tile's rows exist and are not read from the window."""
+def _read_above(pos, PARITY: tl.constexpr, window_table, window_width, length, sink, recent):
+    """The limit above which a column reads the tokens ``pos + PARITY`` of a tile's rows from the history.
+
+    Where the window has them, a column leaves them to it up to that limit, which no column exceeds in the sink. The
+    table's entry may be stale between the sink and every column's window: there all limits lie above either way.
+    """
     at = pos // _BLOCK  # the tokens of a row share a window block
-    maybe = (pos < length) & ((pos < sink) | (pos + (RATIO - 1) >= recent_start)) & (at < window_width)
-    entry = tl.load(window_table + at, mask=maybe, other=0)
-    return (pos + PARITY < length) & ~in_window(pos + PARITY, entry, length, sink, recent_start)
+    entry = tl.load(window_table + at, mask=(pos < length) & (at < window_width), other=0)
+    pos += PARITY
+    until = tl.where(entry == 0, 0, tl.where(pos < sink, length, pos + recent + 1))
+    return tl.maximum(pos, until)
 
 
 @triton.jit
@@ -54,7 +58,7 @@ def _tile(
     window_width,
     length,
     sink,
-    recent_start,
+    recent,
     limit,
     q0,
     q1,
@@ -110,21 +114,22 @@ def _tile(
     if RATIO == 1:
         s = s * meta_scale(k_meta)[:, None] + meta_minimum(k_meta)[:, None] * q_sum[None, :]
         if special:
-            here = _from_history(pos, 0, RATIO, window_table, window_width, length, sink, recent_start)
-            s = tl.where(here[:, None] & (pos[:, None] < limit[None, :]), s, -1e30)
-            v_meta = tl.where(here, v_meta, 0)  # may be NaN, and 0 * NaN must not reach a sum
+            above = _read_above(pos, 0, window_table, window_width, length, sink, recent)
+            s = tl.where(above[:, None] < limit[None, :], s, -1e30)
+            # What no token reads, the last one included, may be NaN, and 0 * NaN must not reach a sum.
+            v_meta = tl.where(above < length, v_meta, 0)
         top = tl.max(s, 0)
     else:
         s, s_odd = tl.split(tl.permute(tl.reshape(s, (ROWS, 2, N)), (0, 2, 1)))
         s = s * meta_scale(k_meta)[:, None] + meta_minimum(k_meta)[:, None] * q_sum[None, :]
         s_odd = s_odd * meta_scale(k_odd)[:, None] + meta_minimum(k_odd)[:, None] * q_sum[None, :]
         if special:
-            here = _from_history(pos, 0, RATIO, window_table, window_width, length, sink, recent_start)
-            odd = _from_history(pos, 1, RATIO, window_table, window_width, length, sink, recent_start)
-            s = tl.where(here[:, None] & (pos[:, None] < limit[None, :]), s, -1e30)
-            s_odd = tl.where(odd[:, None] & (pos[:, None] + 1 < limit[None, :]), s_odd, -1e30)
-            v_meta = tl.where(here, v_meta, 0)
-            v_odd = tl.where(odd, v_odd, 0)
+            above = _read_above(pos, 0, window_table, window_width, length, sink, recent)
+            odd = _read_above(pos, 1, window_table, window_width, length, sink, recent)
+            s = tl.where(above[:, None] < limit[None, :], s, -1e30)
+            s_odd = tl.where(odd[:, None] < limit[None, :], s_odd, -1e30)
+            v_meta = tl.where(above < length, v_meta, 0)
+            v_odd = tl.where(odd < length, v_odd, 0)
         top = tl.max(tl.maximum(s, s_odd), 0)
     m_new = tl.maximum(m, top)
     alpha = tl.exp2((m - m_new) * to_log2)
@@ -234,19 +239,18 @@ def history_item(
     a6 = tl.zeros([WORDS, N * RATIO], tl.float32)
     a7 = tl.zeros([WORDS, N * RATIO], tl.float32)
 
-    # Tiles [plain, plain_end) lie between sink and recent and before the new tokens: every column sees every token.
+    # Tiles [plain, plain_end) lie between the sink and every column's window: every column reads every token here.
     # The others take a branch, not a loop of their own: at short contexts they are half of all tiles, and loads that
     # are not fetched ahead would cost more than the branch.
-    recent_start = length - new - recent
     plain = (sink + TILE - 1) // TILE
-    plain_end = tl.maximum(recent_start, 0) // TILE
+    plain_end = tl.maximum(length - new - recent, 0) // TILE
     for i in tl.range(lo, hi, num_stages=STAGES):
         base = pages + block.to(tl.int64) * stride_block
         block = tl.load(table + tl.minimum(i + 1, hi - 1) // PER_PAGE)
         pos = i * TILE + tl.arange(0, ROWS) * RATIO
         m, norm, z, a0, a1, a2, a3, a4, a5, a6, a7 = _tile(
             base, (i % PER_PAGE) * ROWS, pos, (i < plain) | (i >= plain_end),
-            window_table, window_width, length, sink, recent_start, limit, q0, q1, q2, q3, q_sum, to_log2,
+            window_table, window_width, length, sink, recent, limit, q0, q1, q2, q3, q_sum, to_log2,
             m, norm, z, a0, a1, a2, a3, a4, a5, a6, a7, D, ROWS, N, RATIO, ASM,
         )  # fmt: skip
 

@@ -23,7 +23,10 @@ REQUESTS = tl.constexpr(128)  # whose costs one step of a sum over the batch hol
 
 @triton.jit
 def window_blocks(length, new, sink, recent):
-    """(sink blocks, first recent block, recent blocks) of a request's window, in blocks of WINDOW_TOKENS tokens."""
+    """(sink blocks, first recent block, recent blocks) of a request's window, in blocks of WINDOW_TOKENS tokens.
+
+    The window of the first query token begins first and is the one that counts.
+    """
     start = tl.minimum(tl.maximum(length - new - recent, sink), length)
     first = start // _BLOCK
     sinks = (tl.minimum(sink, length) + _BLOCK - 1) // _BLOCK
@@ -32,10 +35,10 @@ def window_blocks(length, new, sink, recent):
 
 
 @triton.jit
-def history_tiles(length, new, recent, TILE: tl.constexpr):
-    """Tiles of the history that are paid for. The last one's owner also reads those inside the recent window, which
-    hold something to read only where window blocks are missing."""
-    return tl.maximum((tl.maximum(length - new - recent, 0) + TILE - 1) // TILE, 1)
+def history_tiles(length, recent, TILE: tl.constexpr):
+    """Tiles of the history that are paid for, up to where the last query token's window begins. The last one's owner
+    also reads those inside that window, which hold something to read only where window blocks are missing."""
+    return tl.maximum((tl.maximum(length - 1 - recent, 0) + TILE - 1) // TILE, 1)
 
 
 @triton.jit
@@ -53,7 +56,7 @@ def item_costs(
     sinks, _, recents = window_blocks(length, new, sink, recent)
     blocks = sinks + recents
     live = (length > 0) & (new > 0)
-    history = ITEM_COST + history_tiles(length, new, recent, TILE) * TILE_COST
+    history = ITEM_COST + history_tiles(length, recent, TILE) * TILE_COST
     window = tl.where(blocks > 0, ITEM_COST + blocks * BLOCK_COST, 0)
     return tl.where(live, history, 0), tl.where(live, window, 0)
 
@@ -182,12 +185,6 @@ def owned(cursor, stop, item_start, COST: tl.constexpr, ITEM_COST: tl.constexpr,
     lo = (tl.maximum(cursor - body, 0) + COST - 1) // COST
     hi = (tl.maximum(stop - body, 0) + COST - 1) // COST
     return tl.minimum(lo, count), tl.minimum(hi, count)
-
-
-@triton.jit
-def in_window(pos, entry, length, sink, recent_start):
-    """Whether a position is read from the window: the one rule of both the history and the window reader."""
-    return (pos < length) & ((pos < sink) | (pos >= recent_start)) & (entry != 0)
 
 
 @triton.jit

@@ -26,15 +26,15 @@ class DecodePlan(NamedTuple):
     blocks: torch.Tensor
     """[R, end / PAGE_TOKENS] int64 history blocks, 0 past a request's last."""
     unread: torch.Tensor
-    """[R, end] bool, positions not read from INT2: held by the window, or past the request."""
+    """[R, end] bool, positions that no query token reads from INT2."""
     hidden: torch.Tensor
-    """[R, N, end] bool, the same and those a query token does not see."""
+    """[R, N, end] bool, positions that a query token does not read from INT2: not seen, or held by its window."""
     window_blocks: torch.Tensor
     """[R, W] int64 window blocks that cover sink, recent and this step's own tokens."""
     window_unread: torch.Tensor
-    """[R, W * WINDOW_TOKENS] bool, rows of those blocks that are not read."""
+    """[R, W * WINDOW_TOKENS] bool, rows of those blocks that no query token reads."""
     window_hidden: torch.Tensor
-    """[R, N, W * WINDOW_TOKENS] bool, the same and those a query token does not see."""
+    """[R, N, W * WINDOW_TOKENS] bool, rows of those blocks that a query token does not read."""
 
 
 def plan_decode(view: CacheView, max_query_len: int, tokens: int) -> DecodePlan:
@@ -45,10 +45,16 @@ def plan_decode(view: CacheView, max_query_len: int, tokens: int) -> DecodePlan:
     step = torch.arange(max_query_len, device=device)
     active = step < new[:, None]
     row = (view.query_start[:-1, None].long() + step).clamp(max=tokens - 1)
-    limit = torch.where(active, (lengths - new)[:, None] + step + 1, 0)
+    limit = torch.where(active, (lengths - new)[:, None] + step + 1, 0).unsqueeze(-1)
+
+    def read_from_window(positions: torch.Tensor) -> torch.Tensor:
+        """[R, N, P] of positions [P] or [R, P]: what the first token's window holds, as far as a token's reaches."""
+        valid, _ = window_valid(view, positions)
+        positions = positions.expand(valid.shape)[:, None]
+        return valid[:, None] & ((positions < view.sink) | (positions >= limit - 1 - view.recent))
+
     pages = -(-int(lengths.max()) // PAGE_TOKENS)
     positions = torch.arange(pages * PAGE_TOKENS, device=device)
-    valid, _ = window_valid(view, positions)
     blocks = torch.where(positions[::PAGE_TOKENS] < lengths[:, None], view.block_table[:, :pages], 0).long()
     sink_blocks = view.sink // WINDOW_TOKENS
     # The recent segment and this step's own tokens: a fixed number of blocks that covers every request.
@@ -60,19 +66,19 @@ def plan_decode(view: CacheView, max_query_len: int, tokens: int) -> DecodePlan:
     exists = (column >= 0) & (column <= last[:, None])
     column = column.clamp(min=0, max=view.window_table.shape[1] - 1)
     window_positions = (column[..., None] * WINDOW_TOKENS + torch.arange(WINDOW_TOKENS, device=device)).flatten(1)
-    window_rows, _ = window_valid(view, window_positions)
-    unread = valid | (positions >= lengths[:, None])
-    window_unread = ~(window_rows & exists.repeat_interleave(WINDOW_TOKENS, 1))
+    hidden = read_from_window(positions) | (positions >= limit)
+    window_hidden = ~read_from_window(window_positions) | (window_positions[:, None] >= limit)
+    window_hidden |= ~exists.repeat_interleave(WINDOW_TOKENS, 1)[:, None]
     return DecodePlan(
         active=active,
         row=row,
         end=pages * PAGE_TOKENS,
         blocks=blocks,
-        unread=unread,
-        hidden=unread[:, None] | (positions >= limit.unsqueeze(-1)),
+        unread=hidden.all(1),
+        hidden=hidden,
         window_blocks=torch.where(exists, view.window_table.gather(1, column), 0).long(),
-        window_unread=window_unread,
-        window_hidden=window_unread[:, None] | (window_positions[:, None] >= limit.unsqueeze(-1)),
+        window_unread=window_hidden.all(1),
+        window_hidden=window_hidden,
     )
 
 

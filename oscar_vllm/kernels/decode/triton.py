@@ -103,15 +103,15 @@ def _decode_kernel(
             blocks = block_table + request.to(tl.int64) * table_stride
             window_blocks_of = window_table + request.to(tl.int64) * window_table_stride
             if cursor < lane_start + history_cost:
-                tiles = history_tiles(length, new, recent, TILE)
+                tiles = history_tiles(length, recent, TILE)
                 lo, hi = owned(cursor, stop, lane_start, TILE_COST, ITEM_COST, tiles)
                 if (lo < tiles) & (hi == tiles):
-                    # Tiles inside the recent window hold something to read only where its blocks are missing.
-                    recent_start = tl.maximum(length - new - recent, 0)
+                    # Tiles inside every token's recent window hold something to read only where blocks are missing.
+                    last_start = tl.maximum(length - 1 - recent, 0)
                     whole = all_present(
-                        window_blocks_of, window_width, recent_start // BLOCK, (length + BLOCK - 1) // BLOCK
+                        window_blocks_of, window_width, last_start // BLOCK, (length + BLOCK - 1) // BLOCK
                     )
-                    hi = (tl.where(whole, recent_start, length) + TILE - 1) // TILE
+                    hi = (tl.where(whole, last_start, length) + TILE - 1) // TILE
                 if lo < sink // TILE:  # likewise those inside the sink
                     sink_end = (tl.minimum(sink, length) + BLOCK - 1) // BLOCK
                     lo = tl.where(all_present(window_blocks_of, window_width, 0, sink_end), sink // TILE, lo)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from oscar_vllm.cache.layout import WINDOW_TOKENS
 from oscar_vllm.kernels.decode.columns import await_queries, column_limits, prefetch_l2
-from oscar_vllm.kernels.decode.plan import in_window, window_blocks
+from oscar_vllm.kernels.decode.plan import window_blocks
 
 _BLOCK = tl.constexpr(WINDOW_TOKENS)
 
@@ -64,7 +64,6 @@ def window_item(
     d = tl.arange(0, D)
     t = tl.arange(0, _BLOCK)
     sinks, first_recent, _ = window_blocks(length, new, sink, recent)
-    recent_start = length - new - recent
     at = tl.where(lo < sinks, lo, first_recent + lo - sinks)
     entry = tl.load(window_table + at, mask=(lo < hi) & (at < window_width), other=0)
     limit = column_limits(n, first_column, length, new, group, columns)
@@ -80,8 +79,13 @@ def window_item(
     a = tl.zeros([D, N], tl.float32)
     for j in tl.range(lo, hi, num_stages=STAGES):
         pos = at * _BLOCK + t
+        # A block is sink or not as a whole. Which recent rows a column reads depends on its token: it reaches back so
+        # far from its limit. The first token reaches back furthest.
+        of_sink = at * _BLOCK < sink
+        first = tl.where(of_sink, 0, length - new - recent)
+        reach = tl.where(of_sink, length, recent + 1)
         # The interpreter broadcasts a boolean scalar to int32: broadcast the entry instead.
-        here = in_window(pos, entry + tl.zeros_like(pos), length, sink, recent_start)
+        here = (pos < length) & (pos >= first) & (entry + tl.zeros_like(pos) != 0)
         rows = window + entry.to(tl.int64) * stride_block
         after = tl.minimum(j + 1, hi - 1)
         at = tl.where(after < sinks, after, first_recent + after - sinks)
@@ -91,7 +95,7 @@ def window_item(
         values = tl.load(rows + D + t[None, :] * stride_slot + d[:, None], mask=here[None, :], other=0.0)
         s = _dot(keys, q_high, tl.zeros([_BLOCK, N], tl.float32), FLOAT_DOT)
         s = _dot(keys, q_low, s, FLOAT_DOT)
-        ok = here[:, None] & (pos[:, None] < limit[None, :])
+        ok = here[:, None] & (pos[:, None] < limit[None, :]) & (pos[:, None] + reach >= limit[None, :])
         s = tl.where(ok, s, -1e30)
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2((m - m_new) * to_log2)
