@@ -1,7 +1,8 @@
 """What the window manager does for one request or two, inside vLLM's own KV cache manager and block pool."""
 
 import pytest
-from block_engine import HISTORY, WINDOW, Engine, Sequence, Setting, text
+from block_engine import Engine, text
+from block_worker import HISTORY, WINDOW, Sequence, Setting
 
 from oscar_vllm.cache import window
 from oscar_vllm.cache.window import OscarWindowManager

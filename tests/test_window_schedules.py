@@ -7,7 +7,8 @@ import os
 from typing import Any, NamedTuple
 
 import pytest
-from block_engine import MAX_LEN, Engine, Setting, text
+from block_engine import Engine, text
+from block_worker import MAX_LEN, Setting
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -150,7 +151,7 @@ def cache_recent_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_shrinks_to_a_printed_script(monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
     plant(monkeypatch)
 
-    @settings(QUIET, max_examples=500, derandomize=True)
+    @settings(QUIET, max_examples=500, derandomize=True, report_multiple_bugs=False)
     @given(setting=_settings(), script=SCRIPTS)
     def schedules(setting: Setting, script: list[Any]) -> None:
         play(setting, script)
