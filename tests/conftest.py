@@ -42,3 +42,15 @@ def one_seed_and_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_recipe_and_no_subprocess(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For configurations of engines: no recipe is cached, and vLLM looks into model classes in this process.
+
+    A process of its own, as is its way, would cost seconds for each.
+    """
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setenv("OSCAR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda fn: fn())

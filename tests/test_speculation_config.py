@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from tiny_model import write_config
 from vllm import EngineArgs
 from vllm.config.utils import replace
-from vllm.model_executor.models import registry
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from oscar_vllm.backend import drafting
@@ -33,11 +32,8 @@ Configure = Callable[..., Any]
 
 
 @pytest.fixture
-def configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Configure:
+def configure(no_recipe_and_no_subprocess: None, tmp_path: Path) -> Configure:
     """The configuration of an engine with a draft model; ``draft``, ``target``: changed fields of the models."""
-    monkeypatch.setenv("OSCAR_CACHE", str(tmp_path / "cache"))
-    # vLLM looks into a model class in a process of its own, which costs seconds for each.
-    monkeypatch.setattr(registry, "_run_in_subprocess", lambda fn: fn())
 
     def make(draft: dict[str, Any] | None = None, target: dict[str, Any] | None = None, **options: Any) -> Any:
         flags = options.pop("flags", {})
