@@ -7,7 +7,7 @@ from oscar_vllm.kernels.views import CacheView
 
 
 def window_valid(view: CacheView, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which positions of each request the window cache holds.
+    """Which positions of each request the window cache holds for its first query token.
 
     Args:
         view: the caches and tables of R requests.
