@@ -44,7 +44,7 @@ def one_by_one(case: Case) -> list[tuple[torch.Tensor, Case]]:
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (0, 32), (16, 0), (64, 48)])
 @pytest.mark.parametrize(("dim", "group"), [(64, 3), (128, 2), (128, 5)])
 def test_verification_is_plain_decoding(device: str, dim: int, group: int, sink: int, recent: int) -> None:
-    lengths, new = [recent + start + 8 for start in STARTS if recent + start >= 0], 8
+    lengths, new = [recent + start + 8 for start in STARTS[::2] if recent + start >= 0], 8
     case = random_case(lengths, new, dim=dim, group=group, sink=sink, recent=recent, missing=0.1)
     _compare(case.to(device), attend, 2e-4, 1e-3)
 
