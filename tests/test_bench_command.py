@@ -32,7 +32,13 @@ def test_usage_errors(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_kernels_without_a_gpu() -> None:
-    status, output = run("kernels")
+@pytest.mark.parametrize(
+    "models",
+    [(), ("--model", "Qwen3-8B"), ("--model", "Qwen3-8B, Llama-3.1-8B")],
+    ids=["all", "one name", "both names"],
+)
+def test_kernels_without_a_gpu(models: tuple[str, ...]) -> None:
+    """A layout goes by any of its models' names."""
+    status, output = run("kernels", *models)
     assert status == 1
     assert "NVIDIA GPU" in output

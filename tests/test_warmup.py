@@ -197,3 +197,31 @@ def test_a_variant_is_what_triton_compiles_for() -> None:
         assert variant(made, other, {"num_warps": 4}) != base
     assert variant(made, (x, None, 3, 64, 256), {"num_warps": 4}) != base
     assert variant(made, (x, None, 3, 64, 128), {"num_warps": 8}) != base
+
+
+ONE_CHUNK = {
+    "max_num_seqs": 1,
+    "enable_prefix_caching": False,
+    "long_prefill_token_threshold": 0,
+    "max_num_batched_tokens": 2049,
+    "max_model_len": 2049,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, False),
+        ({"max_num_seqs": 2}, True),
+        ({"enable_prefix_caching": True}, True),
+        ({"long_prefill_token_threshold": 512}, True),
+        ({"max_num_batched_tokens": 2048}, True),
+    ],
+    ids=["one request in one chunk", "several requests", "prefix hits", "long prompts cut", "chunks"],
+)
+def test_only_an_engine_that_never_sees_a_context_has_nothing_to_compile(
+    change: dict[str, Any], expected: bool
+) -> None:
+    options = SimpleNamespace(**(ONE_CHUNK | change))
+    config = SimpleNamespace(scheduler_config=options, cache_config=options, model_config=options)
+    assert warmup.has_contexts(config) is expected

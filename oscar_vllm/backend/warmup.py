@@ -4,6 +4,8 @@ vLLM's own warm-up runs a first chunk and decodes, never a context; without this
 compiler.
 """
 
+from typing import Any
+
 import torch
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -23,6 +25,20 @@ _MANY_ROWS = 2**15
 
 _warm: set[tuple[object, ...]] = set()
 """Shapes that are done: layers of one shape share their kernels."""
+
+
+def has_contexts(vllm_config: Any) -> bool:
+    """Whether a step may prefill behind a context or beside decodes; where none does, there is nothing to compile here.
+
+    Calibration starts such an engine: one request at a time, each in one chunk.
+    """
+    scheduler = vllm_config.scheduler_config
+    return bool(
+        scheduler.max_num_seqs > 1
+        or vllm_config.cache_config.enable_prefix_caching
+        or scheduler.long_prefill_token_threshold
+        or scheduler.max_num_batched_tokens < vllm_config.model_config.max_model_len
+    )
 
 
 def warm_up(recipe: LayerRecipe, num_heads: int, dtype: torch.dtype, scale: float, sink: int, recent: int) -> None:

@@ -34,10 +34,11 @@ def kernels(
     from oscar_vllm.backend.checks import UnsupportedByOscarError
     from oscar_vllm.bench.kernels import LAYOUTS, POINTS, run
 
-    wanted = model or list(LAYOUTS)
-    unknown = [name for name in wanted if name not in LAYOUTS]
+    named = {name: layout for layout in LAYOUTS for name in (layout, *layout.split(", "))}
+    unknown = [name for name in model or () if name not in named]
     if unknown:
-        raise typer.BadParameter(f'--model takes one of {"; ".join(LAYOUTS)}, not "{unknown[0]}".')
+        raise typer.BadParameter(f'--model takes one of {", ".join(LAYOUTS)}, not "{unknown[0]}".')
+    wanted = list(dict.fromkeys(named[name] for name in model or LAYOUTS))
     points = list(POINTS) if rows is None else _points(rows)
     if not torch.cuda.is_available():
         raise UnsupportedByOscarError("The kernels are timed on an NVIDIA GPU, and this machine has none.")
