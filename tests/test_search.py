@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oscar_vllm.calibration.criterion import Criterion, restored_parts
-from oscar_vllm.calibration.sample import AttentionSample
+from oscar_vllm.calibration.sample import RECENT, AttentionSample
 from oscar_vllm.calibration.search import MOMENTS, ROUNDS, Error, Transform, search
 from oscar_vllm.calibration.transforms import hadamard
 from oscar_vllm.kernels.write.reference import dequantize, quantize, transform_rows
@@ -96,7 +96,9 @@ def test_sample_is_bounded_and_every_query_has_a_history() -> None:
         history = sample.history()
         assert history.any(1).all()
         assert not history[:, 0].any()
-        assert not (history & (torch.arange(history.shape[1]) > sample.position[:, None])).any()
+        # Up to the token before the recent window, which decoding counts from the query itself.
+        last = (history * torch.arange(history.shape[1])).amax(1)
+        assert torch.equal(last, sample.position - min(RECENT, history.shape[1] // 4) - 1)
     q, k, v = activations(tokens=5000)
     at = int(sample.position[3])
     torch.testing.assert_close(sample.query[1, 2, 3], q[at, G + 2])

@@ -60,7 +60,7 @@ class AttentionSample:
         T = self.key.shape[1]
         sink, recent = sink_tokens(T), min(RECENT, T // 4)
         keys, position = torch.arange(T), self.position.cpu()[:, None]
-        return ((keys >= sink) & (keys <= position - recent)).to(self.key.device)
+        return ((keys >= sink) & (keys < position - recent)).to(self.key.device)
 
     def to(self, device: torch.device | str) -> Self:
         tensors = {name: getattr(self, name).to(device) for name in _TENSORS}

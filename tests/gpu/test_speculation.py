@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from agreement import Answer, agreed, answers
 from engines import check_in_a_pool_of_nan, engine, graphs
 from safetensors.torch import load_file, save_file
 from tiny_model import write_checkpoint
@@ -22,9 +23,6 @@ WHOLE: dict[str, Any] = {"max_num_batched_tokens": 4096}
 """Every prompt is prefilled at once: where chunks end decides what is read in INT2, and drafts move it."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
-Answer = tuple[list[int], list[dict[int, float]]]
-
-
 SINGLE, VERIFYING = WHOLE | graphs(1, 2, 4), WHOLE | graphs(4, 8, 16)
 """Tokens in a graph: one a request, or one and its drafts."""
 
@@ -41,39 +39,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def answers(llm: Any, lengths: tuple[int, ...] = LENGTHS) -> list[Answer]:
-    """Token ids and log-probabilities of greedy answers to fixed prompts, each of 20 random tokens again and again."""
-    from vllm import SamplingParams
-
+def ask(llm: Any, lengths: tuple[int, ...] = LENGTHS) -> list[Answer]:
+    """Answers to fixed prompts, each of 20 random tokens again and again."""
     generator = torch.Generator().manual_seed(1)
     prompts = []
     for length in lengths:
         piece = torch.randint(2, 128, (20,), generator=generator).tolist()
-        prompts.append({"prompt_token_ids": (piece * (length // 20 + 1))[:length]})
-    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=5, detokenize=False)
-    outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-    return [
-        (list(o.token_ids), [{token: p.logprob for token, p in step.items()} for step in o.logprobs]) for o in outputs
-    ]
-
-
-def agreed(reference: list[Answer], others: list[Answer]) -> int:
-    """Positions at which answers say the same for the same reasons; they end where the reference was undecided.
-
-    Raises:
-        AssertionError: an answer parts from the reference for more than rounding.
-    """
-    positions = 0
-    for (tokens, steps), (other_tokens, other_steps) in zip(reference, others, strict=True):
-        assert len(tokens) == len(other_tokens) == ANSWER
-        for at, (token, other) in enumerate(zip(tokens, other_tokens, strict=True)):
-            step, other_step = steps[at], other_steps[at]
-            assert abs(step[token] - other_step.get(token, -torch.inf)) <= ROUNDING, (at, step, other_step)
-            if token != other:
-                assert step[token] - step.get(other, -torch.inf) <= ROUNDING, (at, step, other_step)
-                break
-            positions += 1
-    return positions
+        prompts.append((piece * (length // 20 + 1))[:length])
+    return answers(llm, prompts, ANSWER)[0]
 
 
 def verified(llm: Any) -> tuple[int, int]:
@@ -106,7 +79,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def plain(model: str) -> list[Answer]:
     """The answers of no speculation."""
     with pytest.MonkeyPatch.context() as patch, engine(model, patch, **SINGLE) as llm:
-        return answers(llm)
+        return ask(llm)
 
 
 def keep_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,27 +104,27 @@ def test_ngram_speculation_says_what_no_speculation_says(
     multiplies matrices of another shape than eager execution.
     """
     with engine(model, monkeypatch, enforce_eager=True, **WHOLE, speculative_config=NGRAM) as llm:
-        eager = [answers(llm, LENGTHS[:2]), answers(llm, LENGTHS[2:])]
+        eager = [ask(llm, LENGTHS[:2]), ask(llm, LENGTHS[2:])]
         llm.reset_prefix_cache()
-        assert agreed(plain, answers(llm)) > ANSWER * len(LENGTHS) // 2
+        assert agreed(plain, ask(llm), ROUNDING) > ANSWER * len(LENGTHS) // 2
         assert not replays
         with monkeypatch.context() as patch:
             keep_rejected_drafts(patch)
             llm.reset_prefix_cache()
-            faulty = answers(llm)
+            faulty = ask(llm)
         with pytest.raises(AssertionError):
-            agreed(plain, faulty)
+            agreed(plain, faulty, ROUNDING)
     with engine(model, monkeypatch, **VERIFYING, speculative_config=NGRAM) as llm:
         before = free_blocks(llm)
-        assert [answers(llm, LENGTHS[:2]), answers(llm, LENGTHS[2:])] == eager
+        assert [ask(llm, LENGTHS[:2]), ask(llm, LENGTHS[2:])] == eager
         llm.reset_prefix_cache()
-        assert agreed(plain, answers(llm)) > ANSWER * len(LENGTHS) // 2
+        assert agreed(plain, ask(llm), ROUNDING) > ANSWER * len(LENGTHS) // 2
         assert len(replays) > ANSWER // (1 + DRAFTS)
         accepted, rejected = verified(llm)
         assert accepted > 0
         assert rejected > 0
         # Three requests in a graph for four, in a pool of NaN: what drafts left is overwritten before it is read.
-        check_in_a_pool_of_nan(llm, lambda: answers(llm, LENGTHS[:3]))
+        check_in_a_pool_of_nan(llm, lambda: ask(llm, LENGTHS[:3]))
         assert free_blocks(llm) == before
 
 
@@ -173,13 +146,13 @@ def test_a_draft_model_says_what_no_speculation_says(
         assert sorted(group.kv_cache_spec.block_size for group in groups) == [16, 16, 128]
         assert {group.kv_cache_spec.page_size_bytes for group in groups} == {2 * PageLayout(64).page_bytes}
         before = free_blocks(llm)
-        drafted = answers(llm)
-        assert agreed(plain, drafted) > ANSWER * len(LENGTHS) // 2
+        drafted = ask(llm)
+        assert agreed(plain, drafted, ROUNDING) > ANSWER * len(LENGTHS) // 2
         assert len(replays) > ANSWER // (1 + DRAFTS)
         accepted, rejected = verified(llm)
         # INT2 makes the target differ from its draft; one that reads another's tokens is right once in 128 times.
         assert accepted > (accepted + rejected) // 10
         assert rejected > 0
         llm.reset_prefix_cache()
-        assert answers(llm) == drafted
+        assert ask(llm) == drafted
         assert free_blocks(llm) == before
