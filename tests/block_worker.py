@@ -130,12 +130,19 @@ class Worker:
             self.rows[ids[at], positions[at] % size] = keys[positions[at]]
 
     def _read(self, sequence: Sequence, computed: int, length: int, keys: np.ndarray) -> None:
-        """Look at every row that attention of this step reads."""
+        """Look at every row that attention of this step reads.
+
+        Each token has its own window, so that the first one reads the most from there and the last one the least.
+        """
         positions = np.arange(length)
         ids = np.asarray(sequence.tables[WINDOW])[positions // 16]
-        inside = (positions < self.setting.sink) | (positions >= computed - self.setting.recent)
-        windowed = inside & (ids != 0)
-        for group, at in ((WINDOW, windowed), (HISTORY, ~windowed)):
+
+        def windowed(token: int) -> np.ndarray:
+            """Which positions the window holds for the query at position ``token``."""
+            inside = (positions < self.setting.sink) | (positions >= token - self.setting.recent)
+            return inside & (ids != 0)
+
+        for group, at in ((WINDOW, windowed(computed)), (HISTORY, ~windowed(length - 1))):
             where = positions[at]
             blocks = np.asarray(sequence.tables[group])[where // BLOCK[group]]
             table = self.groups[group].req_to_blocks[sequence.request.request_id]
