@@ -109,11 +109,13 @@ def layer(heads: int, num_heads: int, dim: int, dtype: torch.dtype, monkeypatch:
     return made
 
 
-def step(new: list[int], totals: list[int], is_history: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A step's metadata, as the builder makes them on a GPU."""
+def step(
+    new: list[int], totals: list[int], is_history: bool, monkeypatch: pytest.MonkeyPatch, decode_tokens: int = 1
+) -> Any:
+    """A step's metadata, as the builder makes them on a GPU; up to ``decode_tokens`` new tokens are a decode."""
     builder = OscarMetadataBuilder.__new__(OscarMetadataBuilder)
     builder.device = SimpleNamespace(type="cuda")
-    builder.reorder_batch_threshold, builder.is_history, builder.tile_tokens = 1, is_history, 4096
+    builder.reorder_batch_threshold, builder.is_history, builder.tile_tokens = decode_tokens, is_history, 4096
     monkeypatch.setattr(metadata, "plan_prefill", lambda *args: plan_prefill(*args[:-1], META))
     starts = torch.tensor([0, *new]).cumsum(0).int()
     return builder.build(
@@ -160,27 +162,68 @@ SHAPES = {
 }
 
 
+def engine_config(max_num_seqs: int, drafted: int = 0, captured: tuple[int, ...] = ()) -> Any:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafted) if drafted else None,
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
+    )
+
+
+def launched_by(
+    steps: list[tuple[list[int], list[int]]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    drafted: int,
+    launched: set[Variant],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[set[Variant], set[Variant]]:
+    """Variants that the warm-up launches, and those that these steps launch besides."""
+    heads, num_heads, dim = shape
+    config = OscarConfig()
+    batches = warmup.decode_batches(engine_config(256, drafted))
+    with set_default_torch_dtype(dtype):  # as vLLM has it while it loads weights
+        warmup.warm_up(recipe_of(heads, dim), num_heads, dtype, dim**-0.5, config.sink, config.recent, batches)
+    warm = set(launched)
+    impl = layer(heads, num_heads, dim, dtype, monkeypatch)
+    history = torch.empty(4, heads, PAGE_TOKENS, PageLayout(dim).token_bytes, dtype=torch.uint8, device=META)
+    for new, totals in steps:
+        window = step(new, totals, False, monkeypatch, 1 + drafted)
+        monkeypatch.setattr(impl, "_window_metadata", lambda window=window: window)
+        rows = torch.empty(sum(new), num_heads + 2 * heads, dim, dtype=dtype, device=META)
+        query, key, value = rows.split([num_heads, heads, heads], 1)
+        out = torch.empty(sum(new), num_heads, dim, dtype=dtype, device=META)
+        impl.forward(None, query, key, value, history, step(new, totals, True, monkeypatch, 1 + drafted), out)
+    return warm, launched - warm
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_steps_behind_a_context_launch_what_the_warm_up_launched(
     shape: tuple[int, int, int], dtype: torch.dtype, launched: set[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads, num_heads, dim = shape
-    config = OscarConfig()
-    with set_default_torch_dtype(dtype):  # as vLLM has it while it loads weights
-        warmup.warm_up(recipe_of(heads, dim), num_heads, dtype, dim**-0.5, config.sink, config.recent)
-    warm = set(launched)
-    impl = layer(heads, num_heads, dim, dtype, monkeypatch)
-    history = torch.empty(4, heads, PAGE_TOKENS, PageLayout(dim).token_bytes, dtype=torch.uint8, device=META)
-    for new, totals in STEPS.values():
-        window = step(new, totals, False, monkeypatch)
-        monkeypatch.setattr(impl, "_window_metadata", lambda window=window: window)
-        rows = torch.empty(sum(new), num_heads + 2 * heads, dim, dtype=dtype, device=META)
-        query, key, value = rows.split([num_heads, heads, heads], 1)
-        out = torch.empty(sum(new), num_heads, dim, dtype=dtype, device=META)
-        impl.forward(None, query, key, value, history, step(new, totals, True, monkeypatch), out)
+    warm, more = launched_by(list(STEPS.values()), shape, dtype, 0, launched, monkeypatch)
     assert {name for name, *_ in warm} >= KERNELS
-    assert launched - warm == set()
+    assert more == set()
+
+
+@pytest.mark.parametrize("drafted", [0, 1, 3, 7], ids=lambda n: f"{n} drafted")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_decodes_of_any_batch_launch_what_the_warm_up_compiled(
+    shape: tuple[int, int, int], drafted: int, launched: set[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [1, 2, 3, 5, 8, 11, 16, 17, 23, 33, 45, 64, 66, 100, 127, 128, 129, 200, 256]
+    steps = [([new] * n, [900 + new] * n) for n in sizes for new in (1, 1 + drafted)]
+    _, more = launched_by(steps, shape, torch.bfloat16, drafted, launched, monkeypatch)
+    assert more == set()
+
+
+def test_decode_batches_are_those_of_graphs_and_of_steps_without_one() -> None:
+    assert warmup.decode_batches(engine_config(5)) == {(1, 1), (2, 1), (4, 1), (8, 1)}
+    assert warmup.decode_batches(engine_config(1, drafted=3, captured=(4, 12))) == {
+        *((requests, 1) for requests in (1, 4, 12)),
+        *((requests, 4) for requests in (1, 3)),
+    }
 
 
 def test_a_variant_is_what_triton_compiles_for() -> None:

@@ -124,10 +124,12 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         heads = slice(first, first + self.num_kv_heads)
         self.recipe = recipe.layer(extract_layer_index(name), self.vllm_config.device_config.device, heads)
         if self.recipe.key_mean.is_cuda:
-            from oscar_vllm.backend.warmup import has_contexts, warm_up
+            from oscar_vllm.backend.warmup import decode_batches, has_contexts, warm_up
 
             if has_contexts(self.vllm_config):
-                warm_up(self.recipe, self.num_heads, act_dtype, self.scale, self.config.sink, self.config.recent)
+                batches = decode_batches(self.vllm_config)
+                sizes = (self.config.sink, self.config.recent)
+                warm_up(self.recipe, self.num_heads, act_dtype, self.scale, *sizes, batches)
 
     def _window_metadata(self) -> OscarMetadata:
         metadata: OscarMetadata = get_forward_context().attn_metadata[self.window_name]

@@ -1,9 +1,10 @@
-"""Compile what a request's first chunk behind a context needs before the server takes requests.
+"""Compile a layer's kernels before the server takes requests, all at once.
 
-vLLM's own warm-up runs a first chunk and decodes, never a context; without this the first prefix hit would wait for the
-compiler.
+vLLM's own warm-up compiles one kernel after another, and only those of decodes: it never runs a context, so the first
+prefix hit would wait for the compiler.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from oscar_vllm.backend.extend_plan import SHORT_QUERY, plan_extends
 from oscar_vllm.backend.flash import flash_attention
 from oscar_vllm.backend.prefill_cuda import prefill_cuda
 from oscar_vllm.cache.layout import PAGE_TOKENS, WINDOW_TOKENS
-from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS, attend
+from oscar_vllm.kernels.decode import MAX_QUERY_TOKENS, attend, decode_step
+from oscar_vllm.kernels.launch import compile_together
+from oscar_vllm.kernels.merge.triton import graph_batch
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 from oscar_vllm.kernels.write import write
 
@@ -41,8 +44,39 @@ def has_contexts(vllm_config: Any) -> bool:
     )
 
 
-def warm_up(recipe: LayerRecipe, num_heads: int, dtype: torch.dtype, scale: float, sink: int, recent: int) -> None:
-    """Run every kernel of a layer once on caches of its own, in the shapes that prefills with a context have."""
+def decode_batches(vllm_config: Any) -> set[tuple[int, int]]:
+    """(requests, query tokens of each) of the decode steps that an engine captures graphs of or may run without one."""
+    most = vllm_config.scheduler_config.max_num_seqs
+    speculation = vllm_config.speculative_config
+    drafted = speculation.num_speculative_tokens if speculation else 0
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    batches = set()
+    for new in {1, 1 + drafted}:
+        batches |= {(graph_batch(requests), new) for requests in range(1, most + 1)}
+        batches |= {(tokens // new, new) for tokens in captured if tokens >= new}
+    return batches
+
+
+def warm_up(
+    recipe: LayerRecipe,
+    num_heads: int,
+    dtype: torch.dtype,
+    scale: float,
+    sink: int,
+    recent: int,
+    batches: Collection[tuple[int, int]],
+) -> None:
+    """Compile every kernel of a layer, and run those of prefills with a context once on caches of its own.
+
+    Args:
+        recipe: the layer's.
+        num_heads: query heads of this rank.
+        dtype: of queries, keys and values.
+        scale: softmax scale.
+        sink: tokens of the sink.
+        recent: tokens of the recent window.
+        batches: of decode steps, (requests, query tokens of each); compiled, for vLLM runs them itself.
+    """
     heads, dim = recipe.key_mean.shape
     device = recipe.key_mean.device
     shape = (heads, num_heads, dim, dtype, recipe.rounds, recipe.moments, device)
@@ -52,28 +86,38 @@ def warm_up(recipe: LayerRecipe, num_heads: int, dtype: torch.dtype, scale: floa
     history = torch.zeros(2, heads, PAGE_TOKENS, dim // 2 + 8, dtype=torch.uint8, device=device)
     window = torch.zeros(2, heads, WINDOW_TOKENS, 2 * dim, dtype=dtype, device=device)
 
-    def view(new: int) -> CacheView:
-        """One request of ``new`` tokens behind a page."""
+    def view(new: int, requests: int = 1) -> CacheView:
+        """Requests of ``new`` tokens behind a page."""
         length = PAGE_TOKENS + new
         return CacheView(
             history=history,
             window=window,
-            block_table=torch.ones(1, -(-length // PAGE_TOKENS), dtype=torch.int32, device=device),
-            window_table=torch.zeros(1, -(-length // WINDOW_TOKENS), dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-            query_start=torch.tensor([0, new], dtype=torch.int32, device=device),
+            block_table=torch.ones(requests, -(-length // PAGE_TOKENS), dtype=torch.int32, device=device),
+            window_table=torch.zeros(requests, -(-length // WINDOW_TOKENS), dtype=torch.int32, device=device),
+            seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
+            query_start=torch.arange(requests + 1, dtype=torch.int32, device=device) * new,
             sink=sink,
             recent=recent,
         )
 
     # The write kernel counts the rows of keys and values, and calls half as many of them many.
     many_tokens = 1 + _MANY_ROWS // min(num_heads, 4 * heads)
-    # vLLM loads weights with the model's dtype as the default, and matrices prepared under it, which would be kept,
-    # are not what is prepared (and compiled for) when requests run.
-    with set_default_torch_dtype(torch.float32):
+
+    def contexts() -> None:
         for new in (_FEW_TOKENS, many_tokens):
             _prefill(view(new), num_heads, new, recipe, scale)
         _short(view(SHORT_QUERY), num_heads, recipe, scale)
+
+    def everything() -> None:
+        contexts()
+        for requests, new in batches:
+            _decode(view(new, requests), num_heads, new, recipe, scale)
+
+    # vLLM loads weights with the model's dtype as the default, and matrices prepared under it, which would be kept,
+    # are not what is prepared (and compiled for) when requests run.
+    with set_default_torch_dtype(torch.float32):
+        compile_together(everything)
+        contexts()
     torch.cuda.synchronize(device)
 
 
@@ -110,3 +154,14 @@ def _short(view: CacheView, num_heads: int, recipe: LayerRecipe, scale: float) -
             query_start=plan.query_start,
         )
         attend(query[:new], pieces, recipe, scale, max_query_len=MAX_QUERY_TOKENS, out=out[:new])
+
+
+def _decode(view: CacheView, num_heads: int, new: int, recipe: LayerRecipe, scale: float) -> None:
+    """A step of decodes of ``new`` tokens each."""
+    heads, dim = recipe.key_mean.shape
+    dtype, device = view.window.dtype, view.window.device
+    tokens = view.seq_lens.shape[0] * new
+    query = torch.zeros(tokens, num_heads, dim, dtype=dtype, device=device)
+    key = torch.zeros(tokens, heads, dim, dtype=dtype, device=device)
+    slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+    decode_step(query, key, key, view, slots, slots, recipe, scale, max_query_len=new, out=torch.empty_like(query))

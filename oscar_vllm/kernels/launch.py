@@ -7,10 +7,12 @@ binary depends on is less: the values that it was specialized on, the types, and
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any
 
 import torch
+import triton
 
 ALIGNMENT = 16
 REUSE = os.environ.get("OSCAR_REUSE_LAUNCHES", "1") != "0"
@@ -25,6 +27,28 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+_compiles_only = False
+"""Whether launches are compiled instead of made."""
+
+
+def compile_together(launches: Callable[[], None]) -> None:
+    """Compile every kernel that ``launches`` would launch, side by side, and run none of them.
+
+    One after another they take more than a minute where none is on disk. Under a Triton that cannot compile in threads
+    nothing happens here, and each is compiled when it is first launched.
+    """
+    global _compiles_only
+    together = getattr(triton, "AsyncCompileMode", None)
+    if together is None or not REUSE:
+        return
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads, together(threads):
+        _compiles_only = True
+        try:
+            launches()
+        finally:
+            _compiles_only = False
 
 
 def _pick(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -62,6 +86,9 @@ class Launch:
         """Launch; ``options`` are Triton's (``num_warps`` and the like)."""
         if not (REUSE and args[0].is_cuda):  # on the CPU: the interpreter
             self.kernel[grid](*args, **options)
+            return
+        if _compiles_only:
+            self.kernel.warmup(*args, grid=grid, **options)
             return
         if self._tensors is None:
             self._sort(args)

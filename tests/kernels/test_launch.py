@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
+import triton
 
-from oscar_vllm.kernels.launch import Launch
+from oscar_vllm.kernels import launch as launches
+from oscar_vllm.kernels.launch import Launch, compile_together
 
 
 class FakeTensor(torch.Tensor):
@@ -22,6 +25,10 @@ class FakeKernel:
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
         self.again: list[tuple[Any, ...]] = []
+        self.only_compiled: list[tuple[Any, ...]] = []
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
+        self.only_compiled.append((grid, args, options))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> Any:
@@ -71,3 +78,38 @@ def test_unaligned_tensors_take_tritons_path() -> None:
     launch((1, 1, 1), tensor(), tensor(), 3, 64, 0.5, 128)
     assert len(kernel.compiled) == 3
     assert len(kernel.again) == 1
+
+
+def test_what_is_compiled_together_does_not_run() -> None:
+    kernel = FakeKernel()
+    launch = Launch(kernel)
+    x = tensor()
+    compile_together(lambda: launch((3, 1, 1), x, None, 3, 64, 0.5, 128, num_warps=4))
+    assert [(grid, options) for grid, _, options in kernel.only_compiled] == [((3, 1, 1), {"num_warps": 4})]
+    assert not kernel.compiled
+    launch((3, 1, 1), x, None, 3, 64, 0.5, 128, num_warps=4)
+    assert len(kernel.compiled) == 1
+    assert len(kernel.only_compiled) == 1
+
+
+def test_launches_run_again_after_one_that_cannot_be_compiled() -> None:
+    kernel = FakeKernel()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("does not compile")
+
+    kernel.warmup = fail  # type: ignore[method-assign]
+    launch = Launch(kernel)
+    with pytest.raises(RuntimeError, match="does not compile"):
+        compile_together(lambda: launch((3, 1, 1), tensor(), None, 3, 64, 0.5, 128))
+    launch((3, 1, 1), tensor(), None, 3, 64, 0.5, 128)
+    assert len(kernel.compiled) == 1
+
+
+@pytest.mark.parametrize("lacking", ["threads in Triton", "launches by a short key"])
+def test_without_the_means_nothing_is_compiled_ahead(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lacking == "threads in Triton":
+        monkeypatch.delattr(triton, "AsyncCompileMode")
+    else:
+        monkeypatch.setattr(launches, "REUSE", False)
+    compile_together(lambda: pytest.fail("called"))

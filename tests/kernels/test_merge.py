@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from caches import random_recipe
+from caches import random_case, random_recipe
 
 from oscar_vllm.kernels.decode.partials import Partials, SplitPlan
-from oscar_vllm.kernels.merge.triton import merge_triton
+from oscar_vllm.kernels.decode.triton import decode_triton
+from oscar_vllm.kernels.merge import triton as merge
+from oscar_vllm.kernels.merge.triton import graph_batch, merge_triton
 from oscar_vllm.kernels.views import CacheView, LayerRecipe
 
 SINK, RECENT = 32, 64
@@ -137,3 +139,32 @@ def test_merge_agrees_with_xformers(group: int, bucket: int, dim: int) -> None:
     parts = split.parts.cuda()[:, :, None]  # [parts, batch, tokens, heads, D], of one token
     merged, lse = fmha.merge_attentions(parts, split.lse.cuda()[..., None])
     check(split, "cuda", merged[:, 0].cpu(), lse[..., 0].cpu())
+
+
+def test_graph_batch_is_a_size_that_vllm_captures() -> None:
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # CompilationConfig.max_cudagraph_capture_size
+    for requests in range(1, 513):
+        assert graph_batch(requests) == min(size for size in sizes if size >= requests)
+
+
+@pytest.mark.parametrize(("requests", "processors"), [(3, 10), (3, 5), (5, 20), (5, 10), (9, 30), (9, 10)])
+def test_padding_to_the_size_of_a_graph_changes_no_bit(
+    device: str, requests: int, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is chosen by rows a multiprocessor: here the batch's are few enough for one, the graph's are not."""
+    case = random_case([350 + 50 * request for request in range(requests)], group=3).to(device)
+    padded = graph_batch(requests) - requests
+    more = torch.nn.functional.pad
+    view = case.view._replace(
+        seq_lens=more(case.view.seq_lens, (0, padded)),
+        query_start=more(case.view.query_start, (0, padded), value=requests),
+        block_table=more(case.view.block_table, (0, 0, 0, padded)),
+        window_table=more(case.view.window_table, (0, 0, 0, padded)),
+    )
+    monkeypatch.setattr(merge, "processor_count", lambda device: processors)
+    outputs = []
+    for one in (case.view, view):
+        partials = decode_triton(case.query, one, case.scale, max_query_len=1, num_splits=5)
+        outputs.append(torch.zeros_like(case.query, dtype=torch.float32))
+        merge_triton(partials, one, case.recipe, outputs[-1])
+    assert torch.equal(*outputs)

@@ -158,6 +158,15 @@ _merge = Launch(_merge_kernel)
 _merge_row = Launch(merge_row_kernel)
 
 
+def graph_batch(requests: int) -> int:
+    """Requests of the CUDA graph that vLLM, by its default sizes, replays for a batch of so many.
+
+    What is chosen by this number is chosen alike with and without graphs, so that their outputs agree bit for bit.
+    """
+    step = 8 if requests <= 256 else 16
+    return next_power_of_2(requests) if requests <= 4 else cdiv(requests, step) * step
+
+
 def merge_triton(
     partials: Partials, view: CacheView, recipe: LayerRecipe, out: torch.Tensor, lse: torch.Tensor | None = None
 ) -> None:
@@ -175,17 +184,18 @@ def merge_triton(
     dim = out.shape[2]
     requests = view.seq_lens.shape[0]
     rows = requests * plan.group * plan.max_query_len
+    expected = graph_batch(requests) * plan.group * plan.max_query_len
     processors = processor_count(out.device)
     # With few rows each gets programs of its own; beyond that their copies of the matrix cost more than they gain.
-    if rows * heads <= processors and requests <= REQUESTS.value:
+    if expected * heads <= processors and requests <= REQUESTS.value:
         _merge_rows(partials, view, recipe, out, lse, 64, 64 if dim <= 128 else 32)
         return
-    if rows * heads <= 2 * processors and requests <= REQUESTS.value and dim <= 128:
+    if expected * heads <= 2 * processors and requests <= REQUESTS.value and dim <= 128:
         _merge_rows(partials, view, recipe, out, lse, dim, 16)
         return
     # The fewer rows, the more splits each has: threads that are not needed for rows share the splits.
-    per_processor = cdiv(rows * heads, processors)
-    block = min(4 if per_processor <= 2 else 8 if per_processor <= 4 else 16, next_power_of_2(rows))
+    per_processor = cdiv(expected * heads, processors)
+    block = min(4 if per_processor <= 2 else 8 if per_processor <= 4 else 16, next_power_of_2(expected))
     channels = 64
     _merge(
         (cdiv(rows, block), heads, dim // channels),
