@@ -17,6 +17,7 @@ from rich.table import Table
 
 from oscar_vllm.bench.serve_worker import BACKENDS, ServeSpec
 from oscar_vllm.bench.shapes import SHAPES, write_shape
+from oscar_vllm.calibration.search import MOMENTS, ROUNDS
 from oscar_vllm.geometry import ModelGeometry
 from oscar_vllm.recipe import OscarRecipe
 
@@ -28,12 +29,12 @@ Figures = list[dict[str, Any]]
 
 
 def timing_recipe(model: str, path: Path) -> str:
-    """A recipe for random weights that costs what a calibrated one does: full matrices, four refits."""
+    """A recipe for random weights that costs what a calibrated one does: full matrices, its quantizer."""
     from transformers import AutoConfig
 
     recipe = OscarRecipe.hadamard(ModelGeometry.from_hf_config(AutoConfig.from_pretrained(model)), model)
     one = recipe.key_clip * 0 + 1
-    metadata = recipe.metadata.model_copy(update={"rounds": 4})
+    metadata = recipe.metadata.model_copy(update={"rounds": ROUNDS, "start": "moments" if MOMENTS else "range"})
     replace(recipe, key_clip=one, value_clip=one, metadata=metadata).save(path)
     return str(path)
 
