@@ -1,6 +1,6 @@
 """How many greedy answers change when nothing but the way they are computed does: with OSCAR's cache and the stock one.
 
-    python examples/same_answers.py MODEL [--prompts 64] [--tokens 64] [--json answers.json]
+    python examples/same_answers.py MODEL [--prompts 64] [--tokens 64] [--chunk 2048] [--json answers.json]
 
 The same chat prompts of 24 to 2,600 tokens go through engines that differ in one thing (graphs, model runner, prefix
 caching, speculation), and through one engine alone, together and again. A 16-bit cache does not repeat itself either:
@@ -46,7 +46,9 @@ PAIRS = {
 }
 
 
-def answer(model: str, backend: str, name: str, count: int, tokens: int, longest: int) -> dict[str, Answers]:
+def answer(
+    model: str, backend: str, name: str, count: int, tokens: int, longest: int, chunk: int | None
+) -> dict[str, Answers]:
     """Token ids of all answers of one engine, by run; in a process of its own."""
     from vllm import SamplingParams
     from vllm.platforms import current_platform
@@ -54,7 +56,7 @@ def answer(model: str, backend: str, name: str, count: int, tokens: int, longest
     from oscar_vllm.calibration.text import default_text, held_out_text
     from oscar_vllm.engine import cpu_options, engine
 
-    options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+    options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens": chunk}
     if current_platform.is_cpu():
         options |= cpu_options() | {"enforce_eager": True}
     else:
@@ -99,6 +101,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="tokens of the longest text in a prompt")
+    parser.add_argument("--chunk", type=int, help="most tokens of a step, where prompts are cut; vLLM's own by default")
     parser.add_argument("--json", type=Path, help="also write all answers")
     arguments = parser.parse_args()
     import torch
@@ -109,7 +112,8 @@ def main() -> None:
         for name in names:
             print(f"{backend}, {name}: {arguments.prompts} prompts", flush=True)
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                given = (arguments.model, backend, name, arguments.prompts, arguments.tokens, arguments.longest)
+                given = (arguments.model, backend, name, arguments.prompts, arguments.tokens, arguments.longest,
+                         arguments.chunk)  # fmt: skip
                 found.setdefault(backend, {})[name] = process.submit(answer, *given).result()
             if arguments.json:
                 arguments.json.write_text(json.dumps(found))
