@@ -88,19 +88,18 @@ def prefill_cuda(
     if not plan.tiles:
         return
     begin, end = plan.tiles[0].first_token, plan.tiles[-1].last_token
-    tile_key, tile_value, transformed, running, partial = workspace
-    transform_queries_triton(query[begin:end], recipe.query, transformed[begin:end])
-    running_lse = lse.new_full((lse.shape[0], lse.shape[1]), -torch.inf)
-    for tile in plan.tiles:
-        rows = slice(tile.first_token, tile.last_token)
-        if len(plan.tiles) == 1:
-            running_lse[:, rows] = _attend_tile(tile, view, transformed, tile_key, tile_value, scale, running, flash)
-            break
-        partial_lse = _attend_tile(tile, view, transformed, tile_key, tile_value, scale, partial, flash)
-        combine_triton(running[rows], running_lse[:, rows], partial[rows], partial_lse)
     context = slice(begin, end)
+    tile_key, tile_value, transformed, running, partial = workspace
+    transform_queries_triton(query[context], recipe.query, transformed[context])
+    if len(plan.tiles) == 1:  # as most steps have it: nothing to combine
+        running_lse = _attend_tile(plan.tiles[0], view, transformed, tile_key, tile_value, scale, running, flash)
+    else:
+        running_lse = lse.new_full((lse.shape[0], end - begin), -torch.inf)
+        for tile in plan.tiles:
+            rows = slice(tile.first_token, tile.last_token)
+            among = slice(tile.first_token - begin, tile.last_token - begin)
+            partial_lse = _attend_tile(tile, view, transformed, tile_key, tile_value, scale, partial, flash)
+            combine_triton(running[rows], running_lse[:, among], partial[rows], partial_lse)
     # The tiles are done with the transformed queries: their place takes the outputs mapped back.
     transform_queries_triton(running[context], recipe.output, transformed[context])
-    combine_triton(
-        out[context], lse[:, context], transformed[context], running_lse[:, context], query[context], recipe, scale
-    )
+    combine_triton(out[context], lse[:, context], transformed[context], running_lse, query[context], recipe, scale)
