@@ -30,6 +30,8 @@ KINDS = {"short": 3, "long": 2, "prefix": 3, "leave": 1.5, "leave the queue": 0.
 """What a client does next, and how often."""
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 COUNTERS = ("num_preemptions_total", "prefix_cache_hits_total", "prefix_cache_queries_total")
+FAILURES = (RuntimeError, OSError, TimeoutError, aiohttp.ClientError, ValueError, KeyError)
+"""What a request, or reading the metrics, may end in."""
 
 
 class Load:
@@ -108,7 +110,7 @@ class Load:
             try:
                 await self._one(kind, choice)
                 self.done[kind] += 1
-            except (RuntimeError, OSError, TimeoutError, aiohttp.ClientError, ValueError, KeyError) as error:
+            except FAILURES as error:
                 self.errors.append(f"{kind}: {type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(0.2)
 
@@ -134,9 +136,10 @@ class Load:
         else:  # gone before the answer, or its first token
             self.left += 1
             request = asyncio.ensure_future(self.ask(self.text(choice, choice.randint(20, longest)), 100))
-            await asyncio.wait([request], timeout=choice.uniform(0.01, 0.5))
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
+            done, _ = await asyncio.wait([request], timeout=choice.uniform(0.01, 0.5))
+            if not done:
+                request.cancel()
+            await asyncio.gather(request, return_exceptions=not done)
 
     async def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges, summed over their labels."""
@@ -180,10 +183,15 @@ async def run(url: str, seconds: float, clients: int, longest: int, stall: float
         until = time.monotonic() + seconds
         await asyncio.gather(*(load.client(seed, until) for seed in range(clients)))
         first = list(load.first)
-        idle = await load.wait_until_idle()
-        after = await load.alone()
+        idle: dict[str, float] = {}
+        after: list[str | None] = [None] * len(load.fixed)
+        try:
+            idle = await load.wait_until_idle()
+            after = await load.alone()
+        except FAILURES as error:  # what is known of the load is told all the same
+            load.errors.append(f"after the load: {type(error).__name__}: {error}"[:300])
     under = [answer for _, answer in load.loaded]
-    held = [f"{name} is {idle[name]:g} when every client is gone" for name in GAUGES if idle[name]]
+    held = [f"{name} is {idle[name]:g} when every client is gone" for name in GAUGES if idle.get(name)]
     return {
         "requests": dict(load.done),
         "clients that left": load.left,
@@ -210,7 +218,10 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1500, help="words of the longest prompt")
     parser.add_argument("--json", type=Path, help="also write the report there")
     arguments = parser.parse_args()
-    report = asyncio.run(run(arguments.url, 60 * arguments.minutes, arguments.clients, arguments.longest))
+    try:
+        report = asyncio.run(run(arguments.url, 60 * arguments.minutes, arguments.clients, arguments.longest))
+    except FAILURES as error:
+        sys.exit(f"The server at {arguments.url} did not answer before the load; look at its log ({error}).")
     text = json.dumps(report, indent=1)
     print(text)
     if arguments.json:

@@ -1,26 +1,21 @@
 """The load script against a server of a few lines: what it reports, and that it sees what goes wrong."""
 
 import asyncio
-import importlib.util
 import json
+import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from scripts import load_script
 
 Handler = Callable[[dict[str, Any], web.StreamResponse], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("load", Path(__file__).parents[1] / "ci" / "load.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("ci/load.py")
 
 
 async def send(response: web.StreamResponse, piece: str) -> None:
@@ -126,3 +121,26 @@ def test_blocks_that_stay_are_a_problem(script: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(script.Load, "wait_until_idle", at_once)
     assert report(script, whole, held=0.25)["problems"] == ["kv_cache_usage_perc is 0.25 when every client is gone"]
+
+
+def test_an_error_before_a_client_leaves_the_queue_is_a_problem(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def all_right_at_last(body: dict[str, Any], response: web.StreamResponse) -> None:
+        await (whole if "Explain" in body["messages"][0]["content"] else failing)(body, response)
+
+    monkeypatch.setattr(script, "KINDS", {"leave the queue": 1})
+    problems = report(script, whole, under_load=all_right_at_last)["problems"]
+    assert problems
+    assert all("leave the queue: RuntimeError: out of blocks" in problem for problem in problems)
+
+
+def test_a_server_that_is_gone_after_the_load_loses_no_report(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "KINDS", {"fixed": 1})
+    found = report(script, whole, under_load=failing)
+    assert found["problems"][-1] == "after the load: RuntimeError: out of blocks"
+    assert found["answers that differ, %"]["again / after"] == 100
+
+
+def test_no_server_is_said_in_one_sentence(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["load.py", "http://127.0.0.1:9"])
+    with pytest.raises(SystemExit, match=r"The server at http://127\.0\.0\.1:9 did not answer before the load"):
+        script.main()

@@ -1,21 +1,14 @@
 """The example that counts answers which differ: what it counts, and that every pair names runs that there are."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    file = Path(__file__).parents[1] / "examples" / "same_answers.py"
-    spec = importlib.util.spec_from_file_location("same_answers", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/same_answers.py")
 
 
 def test_answers_part_once_and_count_up_to_there(example: Any) -> None:

@@ -36,8 +36,8 @@ _compiles_only = False
 def compile_together(launches: Callable[[], None]) -> None:
     """Compile every kernel that ``launches`` would launch, side by side, and run none of them.
 
-    One after another they take more than a minute where none is on disk. Under a Triton that cannot compile in threads
-    nothing happens here, and each is compiled when it is first launched.
+    Where none is on disk that saves a third of the time (docs/serving.md, start-up). Under a Triton that cannot compile
+    in threads nothing happens here, and each is compiled when it is first launched.
     """
     global _compiles_only
     together = getattr(triton, "AsyncCompileMode", None)

@@ -1,6 +1,5 @@
 """The examples run to their end, in short form: what they print is there and says what it should."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -10,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import load_script
 
 from oscar_vllm.backend.recipes import cached_recipe_path
 from oscar_vllm.engine import engine
 from oscar_vllm.geometry import ModelGeometry
 
 from .conftest import in_process
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -32,11 +30,7 @@ def run(model: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shutil.copy(recipe, cached)
 
     def run(name: str, *arguments: str) -> None:
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load_script(f"examples/{name}.py")
         if hasattr(module, "engine"):
             monkeypatch.setattr(module, "engine", partial(engine, enforce_eager=True))
         monkeypatch.setattr(sys, "argv", [name, *arguments])
